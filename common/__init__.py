@@ -1,0 +1,1 @@
+"""What the training scripts share and a researcher changing an algorithm never needs to open."""

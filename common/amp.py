@@ -1,0 +1,54 @@
+"""Automatic mixed precision with one code path: everything here is a no-op when it is off."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Amp:
+    """Autocast and loss scaling for one device.
+
+    The order in a minibatch is `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)`, clip the
+    gradients, `scaler.step(optimizer)`, `scaler.update()`
+    (https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Gradient clipping").
+
+    Attributes:
+        dtype: what matrix products and convolutions run in.
+        scaler: a `torch.amp.GradScaler`, enabled for fp16 only.
+        note: one line for the user when the choice may surprise, else an empty string.
+    """
+
+    def __init__(self, enabled: bool, dtype: str, device: torch.device) -> None:
+        self.device_type = device.type
+        self.note = ""
+        name = "fp32" if not enabled else dtype if dtype != "auto" else self._choose(device)
+        self.dtype = DTYPES[name]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
+
+    def _choose(self, device: torch.device) -> str:
+        if device.type == "cuda":
+            # Emulated bf16 counts as supported by default: slow on V100 and T4 (pytorch issue 148322).
+            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        if cpu_has_bf16():
+            return "bf16"
+        self.note = "--amp: this CPU has no bf16 units and would be slower in mixed precision: staying in fp32"
+        return "fp32"
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not torch.float32)
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bf16 natively (AVX512-BF16 or AMX on x86, the bf16 extension on Arm)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = {
+        word for line in text.splitlines() if line.lower().startswith(("flags", "features")) for word in line.split()
+    }
+    native = {"bf16"} if platform.machine() == "aarch64" else {"avx512_bf16", "amx_bf16"}
+    return bool(native & flags)

@@ -1,0 +1,133 @@
+"""The flags that every training script shares, and how a command line becomes an `Args`."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import tyro
+
+from common.errors import UsageError
+
+
+@dataclass
+class SharedArgs:
+    env_id: str = ""
+    """gymnasium id of the environment"""
+    seed: int = 1
+    """everything random derives from it"""
+    total_timesteps: int = 1_000_000
+    """agent steps, all environments together"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N; one that is not there is an error"""
+    amp: bool = False
+    """automatic mixed precision"""
+    amp_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """auto: bf16 where the hardware has it natively, else fp16 on a GPU and fp32 on a CPU"""
+    torch_deterministic: bool = True
+    """bit-identical results, on CUDA too"""
+    tf32: bool = True
+    """TF32 matrix products and convolutions on GPUs that have them"""
+    stop_at_return: float | None = None
+    """stop, complete, when the mean return of the last 100 games reaches this"""
+    run_name: str | None = None
+    """folder below runs-dir; by default derived from the flags that change the result"""
+    runs_dir: str = "runs"
+    """folder of all runs"""
+
+    def check(self) -> None:
+        """Raise `UsageError` for values that no run can have. Scripts add their own and call this one."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{flag(field.name)} {value}: must be a finite number")
+        self.require("seed", self.seed >= 0, "must not be negative")
+        self.require("total_timesteps", self.total_timesteps > 0, "must be positive")
+        if self.run_name is not None:
+            ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", self.run_name) is not None
+            self.require("run_name", ok, "must be one folder name of letters, digits and _ . + -")
+
+    def require(self, name: str, condition: bool, reason: str) -> None:
+        if not condition:
+            raise UsageError(f"{flag(name)} {getattr(self, name)}: {reason}")
+
+
+# Flags that leave the result as it is, or stand in the run's name by themselves.
+NOT_HASHED = {"env_id", "seed", "device", "run_name", "runs_dir"}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def default_run_name(args: SharedArgs, script: str) -> str:
+    """`<env_id>__<script>__<seed>`, plus a hash of the result-changing flags that differ from their defaults.
+
+    No time in it: the same command is the same run.
+    """
+    changed = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(args)
+        if field.name not in NOT_HASHED and getattr(args, field.name) != field.default
+    }
+    name = f"{args.env_id.replace('/', '-')}__{script}__{args.seed}"
+    if not changed:
+        return name
+    return f"{name}__{hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:8]}"
+
+
+ArgsT = TypeVar("ArgsT", bound=SharedArgs)
+
+
+def parse(args_class: type[ArgsT], argv: Sequence[str], description: str) -> ArgsT:
+    """Read a command line.
+
+    Raises:
+        UsageError: an unknown flag, a value of the wrong type, a missing value.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(args_class, args=obey_true_and_false(args_class, argv), description=description)
+    except SystemExit as stop:
+        if stop.code in (0, None):  # --help
+            raise
+        words = re.sub(r"[─-╿]+", " ", printed.getvalue()).split()  # without the box it is drawn in
+        raise UsageError(" ".join(words)) from None
+
+
+def obey_true_and_false(args_class: type, argv: Sequence[str]) -> list[str]:
+    """`--amp False` and `--amp=false` mean `--no-amp`, as people coming from argparse write it."""
+    switches = {flag(field.name) for field in dataclasses.fields(args_class) if field.type is bool}
+    words = iter(argv)
+    result: list[str] = []
+    for word in words:
+        name, equals, value = word.replace("_", "-").partition("=")
+        if equals and name in switches and value.lower() in ("true", "false"):
+            word, value = name, value.lower()
+        elif word.lower() in ("true", "false") and result and result[-1] in switches:
+            value, word = word.lower(), result.pop()
+        else:
+            result.append(word.replace("_", "-") if name in switches else word)
+            continue
+        result.append(word if value == "true" else "--no-" + word[2:])
+    return result
+
+
+def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]], doc: str) -> None:
+    """The main guard of every script: parse, train, leave with the right exit status (see README)."""
+    try:
+        train(parse(args_class, sys.argv[1:], doc))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(1)

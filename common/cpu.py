@@ -1,0 +1,34 @@
+"""Process-wide settings for the CPU's share of the work. Import before torch.
+
+Emulator threads and torch's OpenMP threads take turns on the same cores, and libgomp reads how long an
+idle thread spins only once, when torch loads it. docs/performance.md has the figures.
+"""
+
+import ctypes
+import os
+import sys
+
+# Long enough to span the gaps between the kernels of one forward pass, short enough to leave the cores to
+# the emulators right after it.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep large freed blocks, which it otherwise hands back to the kernel at each free.
+
+    Constants from malloc.h; mallopt(3). Nothing happens where the C library is another one.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
+            mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+keep_freed_memory()
+
+
+def available_cores() -> int:
+    """Cores that this process may run on (its affinity mask, not the machine's total)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

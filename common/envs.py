@@ -1,0 +1,187 @@
+"""Atari games as one gymnasium vector environment with whole-game statistics.
+
+The emulators, their threads and the usual preprocessing (Machado et al. 2018, https://arxiv.org/abs/1709.06009:
+no-op starts, frame skip with max-pooling, 84 x 84 grey frames, stacks of 4) are ale-py's `AtariVectorEnv`.
+"""
+
+import difflib
+import time
+from typing import Any
+
+import ale_py
+import gymnasium as gym
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from common.errors import UsageError
+
+gym.register_envs(ale_py)
+
+ATARI = "ale_py.env:AtariEnv"
+
+
+def atari_settings(env_id: str) -> dict[str, Any]:
+    """What a registered id says about its game, as keyword arguments of `AtariVectorEnv`.
+
+    A `NoFrameskip` id is registered with a frame skip of 1 because the preprocessing does the usual 4.
+
+    Raises:
+        UsageError: an unknown id, not an Atari game, or a frame skip that is drawn at random.
+    """
+    try:
+        spec = gym.spec(env_id)
+    except (gym.error.Error, ImportError) as error:
+        raise UsageError(f"--env-id {env_id}: {unknown_id(env_id, error)}") from None
+    if spec.entry_point != ATARI:
+        raise UsageError(f"--env-id {env_id}: not an Atari game; this script plays ids such as BreakoutNoFrameskip-v4")
+    settings = {key: value for key, value in spec.kwargs.items() if value is not None}
+    frameskip = settings["frameskip"]
+    if not isinstance(frameskip, int):
+        base = spec.name
+        raise UsageError(
+            f"--env-id {env_id}: skips {frameskip[0]} to {frameskip[1] - 1} frames at random, which does not fit the "
+            f"fixed skip of 4; use {base}NoFrameskip-v4 or ALE/{base}-v5"
+        )
+    if frameskip == 1 and "NoFrameskip" in spec.name:
+        settings["frameskip"] = 4
+    known = {"game", "repeat_action_probability", "full_action_space", "frameskip", "max_num_frames_per_episode"}
+    extra = sorted(settings.keys() - known) + ["max_episode_steps"] * (spec.max_episode_steps is not None)
+    extra += ["additional_wrappers"] * bool(spec.additional_wrappers)
+    if extra:
+        raise UsageError(f"--env-id {env_id}: the vector environment has no setting for its {', '.join(extra)}")
+    return settings
+
+
+def unknown_id(env_id: str, error: Exception) -> str:
+    usable = [
+        spec.id
+        for spec in gym.registry.values()
+        if spec.entry_point == ATARI and isinstance(spec.kwargs["frameskip"], int)
+    ]
+    by_lower = {name.lower(): name for name in usable}
+    close = difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.5)
+    if not close:
+        return " ".join(str(error).split())
+    return f"unknown; did you mean {' or '.join(by_lower[name] for name in close)}?"
+
+
+def emulator_seeds(seed: int, num_envs: int) -> np.ndarray:
+    """One seed an environment, 0 to 2^31 - 1 (ale-py takes negative ones for none), shape `[num_envs]`.
+
+    Plain `seed + i` would give runs with neighbouring seeds mostly the same games.
+    """
+    children = np.random.SeedSequence(seed).spawn(num_envs)
+    return np.array([child.generate_state(1)[0] >> 1 for child in children], dtype=np.int64)
+
+
+class AtariEnvs(VectorEnv):
+    """`num_envs` copies of a game in SAME_STEP autoreset mode.
+
+    Observations are `[num_envs, 4, 84, 84]` uint8, the newest frame last; a stack is zero-padded after a reset.
+    Rewards are the game's own, not clipped, float32. A lost life is a termination although the game goes on, as in
+    Mnih et al. 2015. When a whole game ended (`info["_episode"]`), `info["episode"]` holds its return `r`, its
+    length `l` in agent steps and its duration `t` in seconds. Where a row terminated or was truncated
+    (`info["_final_obs"]`), `info["final_obs"]` holds its true last observation; all rows of it can be read.
+
+    `send` and `recv` are the two halves of `step`, to do something else while the emulators work.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, num_threads: int = 0, **overrides: Any) -> None:
+        """
+        Args:
+            env_id: id of an Atari game.
+            num_threads: of emulation; 0: one a core, at most one an environment.
+            overrides: of `AtariVectorEnv`'s keyword arguments.
+
+        Raises:
+            UsageError: see `atari_settings`.
+        """
+        self.settings = atari_settings(env_id) | overrides
+        self.envs = AtariVectorEnv(
+            num_envs=num_envs,
+            num_threads=num_threads,
+            autoreset_mode=AutoresetMode.SAME_STEP,
+            episodic_life=False,  # this would reset the whole game at each lost life
+            life_loss_info=True,
+            reward_clipping=False,
+            **self.settings,
+        )
+        self.num_envs = num_envs
+        self.single_observation_space = self.envs.single_observation_space
+        self.single_action_space = self.envs.single_action_space
+        self.observation_space = self.envs.observation_space
+        self.action_space = self.envs.action_space
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.seeds: np.ndarray | None = None
+        self.episode_returns = np.zeros(num_envs)
+        self.episode_lengths = np.zeros(num_envs, dtype=np.int64)
+        self.episode_starts = np.zeros(num_envs)  # seconds
+        self.reset_frames = np.zeros(num_envs, dtype=np.int64)  # of the emulator when the current game began
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        if options:
+            raise ValueError(f"no options are known to this environment, got {sorted(options)}")
+        if seed is not None:
+            self.seeds = emulator_seeds(seed, self.num_envs)
+        obs, info = self.envs.reset(seed=self.seeds if seed is not None else None)
+        self._begin(np.ones(self.num_envs, dtype=bool))
+        self.reset_frames = info["frame_number"] - info["episode_frame_number"]
+        return obs, info
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        self.send(actions)
+        return self.recv()
+
+    def send(self, actions: np.ndarray) -> None:
+        """Start a step. `actions`: `[num_envs]` integers.
+
+        Raises:
+            ValueError: an action that the game does not have; ale-py's `recv` would wait for ever.
+        """
+        actions = np.asarray(actions)
+        num_actions = self.single_action_space.n
+        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
+            raise ValueError(f"actions must be {self.num_envs} integers, got {actions.dtype} {actions.shape}")
+        if actions.min() < 0 or actions.max() >= num_actions:
+            raise ValueError(f"actions must be 0 to {num_actions - 1}, got {actions}")
+        self.envs.send(actions.astype(np.int64, copy=False))
+
+    def recv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        """Finish the step that `send` started."""
+        obs, rewards, terminations, truncations, info = self.envs.recv()
+        self.episode_returns += rewards
+        self.episode_lengths += 1
+        # not the flags: a life may be lost, and not every restarted game reports its end
+        reset_frames = info["frame_number"] - info["episode_frame_number"]
+        ended = reset_frames != self.reset_frames
+        self.reset_frames = reset_frames
+        done = terminations | truncations
+        if done.any():
+            # rows of games that go on are uninitialised memory
+            info["final_obs"][~ended] = obs[~ended]
+            info["_final_obs"] = done
+        if ended.any():
+            info["episode"] = {
+                "r": np.where(ended, self.episode_returns, 0.0),
+                "l": np.where(ended, self.episode_lengths, 0),
+                "t": np.where(ended, time.perf_counter() - self.episode_starts, 0.0),
+            }
+            info["_episode"] = ended
+            self._begin(ended)
+        return obs, rewards.astype(np.float32), terminations, truncations, info
+
+    def _begin(self, mask: np.ndarray) -> None:
+        self.episode_returns[mask] = 0.0
+        self.episode_lengths[mask] = 0
+        self.episode_starts[mask] = time.perf_counter()
+
+    def close_extras(self, **kwargs: Any) -> None:
+        del self.envs  # its destructor ends the threads
+
+    def describe(self) -> dict[str, Any]:
+        """Settings for config.json: sticky actions, frame skip, action set, emulator seeds."""
+        return self.settings | {
+            "actions": [action.name for action in self.envs.ale.get_action_set()],
+            "emulator_seeds": None if self.seeds is None else self.seeds.tolist(),
+        }

@@ -1,0 +1,300 @@
+"""Proximal policy optimisation on Atari games.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347: the clipped objective (eq. 7) with a value loss and an entropy
+bonus (eq. 9), advantages by GAE (eq. 11, 12; Schulman et al. 2016, https://arxiv.org/abs/1506.02438). Network and
+preprocessing of Mnih et al. 2015. Flags, defaults and TensorBoard tags are those of CleanRL's ppo_atari.py.
+
+Deviations from CleanRL: a truncated game bootstraps from the value of its true last observation; FIRE is not pressed
+for the agent after a lost life; stacks start with zeros after a reset; logged losses are means over all minibatches.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import common.cpu  # noqa: F401  isort: skip  (has to come before torch)
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from common.amp import Amp
+from common.args import SharedArgs, default_run_name, run_script
+from common.envs import AtariEnvs
+from common.gpu import Monitor, choose_device, set_numerics
+from common.run import Run
+
+
+@dataclass
+class Args(SharedArgs):
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """gymnasium id of an Atari game"""
+    total_timesteps: int = 10_000_000
+    """agent steps, all environments together; a frame skip of 4 makes it four times as many frames"""
+    learning_rate: float = 2.5e-4
+    """of Adam"""
+    num_envs: int = 8
+    """parallel games"""
+    num_steps: int = 128
+    """steps of each game per rollout"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to 0 over total-timesteps"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 4
+    """minibatches per epoch"""
+    update_epochs: int = 4
+    """passes over a rollout's batch"""
+    norm_adv: bool = True
+    """normalise advantages, each minibatch by itself"""
+    clip_coef: float = 0.1
+    """epsilon of the clipped objective"""
+    clip_vloss: bool = True
+    """clip the change of the value as well"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of all gradients together"""
+    target_kl: float | None = None
+    """stop the epochs of an update when the approximate KL divergence exceeds this"""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+    def check(self) -> None:
+        super().check()
+        for name in (
+            "learning_rate",
+            "num_envs",
+            "num_steps",
+            "num_minibatches",
+            "update_epochs",
+            "clip_coef",
+            "max_grad_norm",
+        ):
+            self.require(name, getattr(self, name) > 0, "must be positive")
+        for name in ("ent_coef", "vf_coef"):
+            self.require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("gamma", "gae_lambda"):
+            self.require(name, 0 <= getattr(self, name) <= 1, "must be 0 to 1")
+        self.require("target_kl", self.target_kl is None or self.target_kl > 0, "must be positive")
+        divides = self.batch_size % self.num_minibatches == 0
+        self.require("num_minibatches", divides, f"must divide num-envs x num-steps = {self.batch_size}")
+        one = self.norm_adv and self.minibatch_size == 1
+        self.require("num_minibatches", not one, "leaves one sample a minibatch, which --norm-adv cannot normalise")
+        enough = self.total_timesteps >= self.batch_size
+        self.require("total_timesteps", enough, f"less than one rollout of num-envs x num-steps = {self.batch_size}")
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    """The convolutional network of Mnih et al. 2015 with a policy head and a value head.
+
+    Observations are `[B, 84, 84, 4]` uint8, channels last: the layout in which CPU and GPU convolutions are fast.
+    """
+
+    def __init__(self, num_actions: int) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, num_actions), std=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), std=1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, 84, 84, 4]` uint8 -> log-probabilities `[B, A]` and values `[B]`, both float32 under autocast too."""
+        hidden = self.network(x.permute(0, 3, 1, 2).float().mul_(1 / 255))
+        return F.log_softmax(self.actor(hidden).float(), dim=1), self.critic(hidden).flatten().float()
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    terminations: torch.Tensor,
+    truncations: torch.Tensor,
+    values: torch.Tensor,
+    next_value: torch.Tensor,
+    final_values: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
+
+    A termination stops the bootstrap. A truncation bootstraps from the value of the true last observation. Both at
+    once is a termination. Either one ends the sum over time.
+
+    Args:
+        rewards: `[T, N]`.
+        terminations, truncations: `[T, N]` bool, of the step that earned the reward.
+        values: `[T, N]`, of the observation before the step.
+        next_value: `[N]`, of the observation after the last step.
+        final_values: `[T, N]`, of the true last observation where a step was truncated, unused elsewhere.
+
+    Returns:
+        advantages and returns, `[T, N]`.
+    """
+    next_values = torch.where(truncations, final_values, torch.cat([values[1:], next_value[None]]))
+    # where, not a product: what is left out may be infinite
+    deltas = rewards + gamma * torch.where(terminations, 0.0, next_values) - values
+    decay = gamma * gae_lambda * (~(terminations | truncations)).float()
+    advantages = torch.empty_like(rewards)
+    lastgaelam = torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = lastgaelam = deltas[t] + decay[t] * lastgaelam
+    return advantages, advantages + values
+
+
+def to_device(frames: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`[N, 4, 84, 84]` -> `[N, 84, 84, 4]`, both uint8: turning bytes is far cheaper than turning floats."""
+    return torch.from_numpy(frames).to(device).permute(0, 2, 3, 1).contiguous()
+
+
+def train(args: Args) -> dict[str, Any]:
+    """Train one agent and return what stands in summary.json.
+
+    Raises:
+        UsageError: see `Args.check`, `choose_device`, `atari_settings` and `Run`.
+    """
+    args.check()
+    device = choose_device(args.device)
+    set_numerics(args.torch_deterministic, args.tf32)
+    amp = Amp(args.amp, args.amp_dtype, device)
+    envs = AtariEnvs(args.env_id, args.num_envs)
+    monitor = Monitor(device)
+
+    torch.manual_seed(args.seed)
+    frames, _ = envs.reset(seed=args.seed)
+    next_obs = to_device(frames, device)
+    agent = Agent(envs.single_action_space.n).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+
+    # what the network reads or writes at each step stays on its device, what the emulators report on the CPU
+    shape = (args.num_steps, args.num_envs)
+    obs = torch.zeros((*shape, *next_obs.shape[1:]), dtype=torch.uint8, device=device)
+    actions = torch.zeros(shape, dtype=torch.int64, device=device)
+    logprobs, values, final_values = (torch.zeros(shape, device=device) for _ in range(3))
+    rewards, terminations, truncations = torch.zeros(shape), torch.zeros(shape).bool(), torch.zeros(shape).bool()
+
+    config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
+    with Run(args.runs_dir, args.run_name or default_run_name(args, "ppo_atari"), args.total_timesteps, config) as run:
+        run.terminal.line(amp.note)
+        global_step = updates = 0
+        while global_step + args.batch_size <= args.total_timesteps and not run.reached(args.stop_at_return):
+            frac = 1.0 - global_step / args.total_timesteps if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+
+            # --- rollout
+            run.set_phase("rollout")
+            for step in range(args.num_steps):
+                with torch.no_grad(), amp.autocast():
+                    log_probs, value = agent(next_obs)
+                    action = log_probs.exp().multinomial(1)
+                action_on_cpu = action.flatten().cpu().numpy()
+                run.lap("inference")
+
+                envs.send(action_on_cpu)
+                obs[step], actions[step], values[step] = next_obs, action.flatten(), value  # while the emulators work
+                logprobs[step] = log_probs.gather(1, action).flatten()
+                frames, reward, terminated, truncated, info = envs.recv()
+
+                next_obs = to_device(frames, device)
+                if truncated.any():
+                    with torch.no_grad(), amp.autocast():
+                        final_values[step] = agent(to_device(info["final_obs"], device))[1]
+                rewards[step] = torch.from_numpy(np.sign(reward))
+                terminations[step], truncations[step] = torch.from_numpy(terminated), torch.from_numpy(truncated)
+                global_step += args.num_envs
+                run.log_episodes(info, global_step)
+                run.lap("environment")
+
+            # --- advantages
+            run.set_phase("update")
+            with torch.no_grad(), amp.autocast():
+                next_value = agent(next_obs)[1]
+            ends = rewards.to(device), terminations.to(device), truncations.to(device)
+            advantages, returns = compute_gae(
+                *ends, values, next_value, final_values, gamma=args.gamma, gae_lambda=args.gae_lambda
+            )
+            b_obs = obs.flatten(0, 1)
+            b_actions, b_logprobs, b_values = actions.flatten(), logprobs.flatten(), values.flatten()
+            b_advantages, b_returns = advantages.flatten(), returns.flatten()
+
+            # --- update
+            losses = torch.zeros(6, device=device)  # sums over minibatches, read once
+            num_losses = 0
+            for _ in range(args.update_epochs):
+                for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):
+                    with amp.autocast():
+                        log_probs, newvalue = agent(b_obs[mb_inds])
+                    newlogprob = log_probs.gather(1, b_actions[mb_inds, None]).flatten()
+                    logratio = newlogprob - b_logprobs[mb_inds]
+                    ratio = logratio.exp()  # one in the first minibatch of the first epoch
+
+                    mb_advantages = b_advantages[mb_inds]
+                    if args.norm_adv:
+                        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+                    pg_loss1 = -mb_advantages * ratio
+                    pg_loss2 = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+                    v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                    if args.clip_vloss:
+                        v_change = (newvalue - b_values[mb_inds]).clamp(-args.clip_coef, args.clip_coef)
+                        v_loss = torch.max(v_loss, (b_values[mb_inds] + v_change - b_returns[mb_inds]) ** 2)
+                    v_loss = 0.5 * v_loss.mean()
+
+                    entropy_loss = -(log_probs.exp() * log_probs).sum(1).mean()
+                    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+
+                    optimizer.zero_grad()
+                    amp.scaler.scale(loss).backward()
+                    amp.scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                    amp.scaler.step(optimizer)
+                    amp.scaler.update()
+
+                    with torch.no_grad():
+                        # http://joschu.net/blog/kl-approx.html: estimators k1 and k3
+                        old_approx_kl, approx_kl = -logratio.mean(), (ratio - 1 - logratio).mean()
+                        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+                        losses += torch.stack([v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
+                    num_losses += 1
+                if args.target_kl is not None and approx_kl > args.target_kl:
+                    break
+            updates += num_losses
+
+            # --- logging
+            names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+            scalars = {f"losses/{name}": x for name, x in zip(names, (losses / num_losses).tolist(), strict=True)}
+            scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.lap("learning")
+            run.log_iteration({**scalars, **monitor.scalars()}, global_step)
+
+        run.save("agent.pt", agent.state_dict())
+        return run.finish(dict(updates=updates, **scalars))
+
+
+if __name__ == "__main__":
+    run_script(Args, train, __doc__)
