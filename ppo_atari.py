@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from common.amp import Amp
 from common.args import SharedArgs, default_run_name, run_script
 from common.envs import AtariEnvs
-from common.gpu import Monitor, choose_device, set_numerics
+from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.run import Run
 
 
@@ -165,9 +165,56 @@ def compute_gae(
     return advantages, advantages + values
 
 
-def to_device(frames: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`[N, 4, 84, 84]` -> `[N, 84, 84, 4]`, both uint8: turning bytes is far cheaper than turning floats."""
-    return torch.from_numpy(frames).to(device).permute(0, 2, 3, 1).contiguous()
+LOSSES = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+
+
+def ppo_loss(
+    args: Args,
+    log_probs: torch.Tensor,
+    newvalue: torch.Tensor,
+    actions: torch.Tensor,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of one minibatch (https://arxiv.org/abs/1707.06347, eq. 7 and 9), to be minimised.
+
+    Args:
+        log_probs, newvalue: `[B, A]` and `[B]`, of the network as it is now.
+        actions, logprobs, advantages, returns, values: `[B]`, of the rollout.
+
+    Returns:
+        the loss, and what `LOSSES` names as a detached tensor.
+    """
+    newlogprob = log_probs.gather(1, actions[:, None]).flatten()
+    logratio = newlogprob - logprobs
+    ratio = logratio.exp()  # one in the first minibatch of the first epoch
+
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+    v_loss = (newvalue - returns) ** 2
+    if args.clip_vloss:
+        v_clipped = values + (newvalue - values).clamp(-args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = -(log_probs.exp() * log_probs).sum(1).mean()
+    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+    with torch.no_grad():
+        # http://joschu.net/blog/kl-approx.html: estimators k1 and k3
+        old_approx_kl, approx_kl = -logratio.mean(), (ratio - 1 - logratio).mean()
+        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+        return loss, torch.stack([v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
+
+
+def channels_last(frames: np.ndarray) -> torch.Tensor:
+    """`[N, 4, 84, 84]` -> a view `[N, 84, 84, 4]`, both uint8: moving bytes is far cheaper than moving floats."""
+    return torch.from_numpy(frames).permute(0, 2, 3, 1)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -180,18 +227,18 @@ def train(args: Args) -> dict[str, Any]:
     device = choose_device(args.device)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
+    require_memory(args.batch_size * 84 * 84 * 4, "a rollout of num-envs x num-steps observations")
     envs = AtariEnvs(args.env_id, args.num_envs)
     monitor = Monitor(device)
 
     torch.manual_seed(args.seed)
     frames, _ = envs.reset(seed=args.seed)
-    next_obs = to_device(frames, device)
     agent = Agent(envs.single_action_space.n).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
     # what the network reads or writes at each step stays on its device, what the emulators report on the CPU
     shape = (args.num_steps, args.num_envs)
-    obs = torch.zeros((*shape, *next_obs.shape[1:]), dtype=torch.uint8, device=device)
+    obs = torch.zeros((args.num_steps + 1, args.num_envs, 84, 84, 4), dtype=torch.uint8, device=device)
     actions = torch.zeros(shape, dtype=torch.int64, device=device)
     logprobs, values, final_values = (torch.zeros(shape, device=device) for _ in range(3))
     rewards, terminations, truncations = torch.zeros(shape), torch.zeros(shape).bool(), torch.zeros(shape).bool()
@@ -206,22 +253,24 @@ def train(args: Args) -> dict[str, Any]:
 
             # --- rollout
             run.set_phase("rollout")
+            obs[0].copy_(channels_last(frames))
             for step in range(args.num_steps):
                 with torch.no_grad(), amp.autocast():
-                    log_probs, value = agent(next_obs)
+                    log_probs, value = agent(obs[step])
                     action = log_probs.exp().multinomial(1)
                 action_on_cpu = action.flatten().cpu().numpy()
                 run.lap("inference")
 
                 envs.send(action_on_cpu)
-                obs[step], actions[step], values[step] = next_obs, action.flatten(), value  # while the emulators work
+                # while the emulators work, and nothing that would take a second core from them
+                actions[step], values[step] = action.flatten(), value
                 logprobs[step] = log_probs.gather(1, action).flatten()
                 frames, reward, terminated, truncated, info = envs.recv()
 
-                next_obs = to_device(frames, device)
+                obs[step + 1].copy_(channels_last(frames))
                 if truncated.any():
                     with torch.no_grad(), amp.autocast():
-                        final_values[step] = agent(to_device(info["final_obs"], device))[1]
+                        final_values[step] = agent(channels_last(info["final_obs"]).to(device))[1]
                 rewards[step] = torch.from_numpy(np.sign(reward))
                 terminations[step], truncations[step] = torch.from_numpy(terminated), torch.from_numpy(truncated)
                 global_step += args.num_envs
@@ -231,41 +280,22 @@ def train(args: Args) -> dict[str, Any]:
             # --- advantages
             run.set_phase("update")
             with torch.no_grad(), amp.autocast():
-                next_value = agent(next_obs)[1]
-            ends = rewards.to(device), terminations.to(device), truncations.to(device)
-            advantages, returns = compute_gae(
-                *ends, values, next_value, final_values, gamma=args.gamma, gae_lambda=args.gae_lambda
-            )
-            b_obs = obs.flatten(0, 1)
+                next_value = agent(obs[-1])[1]
+            outcome = rewards.to(device), terminations.to(device), truncations.to(device)
+            advantages, returns = compute_gae(*outcome, values, next_value, final_values, args.gamma, args.gae_lambda)
+            b_obs = obs[:-1].flatten(0, 1)
             b_actions, b_logprobs, b_values = actions.flatten(), logprobs.flatten(), values.flatten()
             b_advantages, b_returns = advantages.flatten(), returns.flatten()
 
             # --- update
-            losses = torch.zeros(6, device=device)  # sums over minibatches, read once
+            losses = torch.zeros(len(LOSSES), device=device)  # sums over minibatches, read once
             num_losses = 0
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):
                     with amp.autocast():
-                        log_probs, newvalue = agent(b_obs[mb_inds])
-                    newlogprob = log_probs.gather(1, b_actions[mb_inds, None]).flatten()
-                    logratio = newlogprob - b_logprobs[mb_inds]
-                    ratio = logratio.exp()  # one in the first minibatch of the first epoch
-
-                    mb_advantages = b_advantages[mb_inds]
-                    if args.norm_adv:
-                        mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-                    pg_loss1 = -mb_advantages * ratio
-                    pg_loss2 = -mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
-
-                    v_loss = (newvalue - b_returns[mb_inds]) ** 2
-                    if args.clip_vloss:
-                        v_change = (newvalue - b_values[mb_inds]).clamp(-args.clip_coef, args.clip_coef)
-                        v_loss = torch.max(v_loss, (b_values[mb_inds] + v_change - b_returns[mb_inds]) ** 2)
-                    v_loss = 0.5 * v_loss.mean()
-
-                    entropy_loss = -(log_probs.exp() * log_probs).sum(1).mean()
-                    loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+                        log_probs, newvalue = agent(b_obs.index_select(0, mb_inds))  # b_obs[mb_inds] copies slower
+                    stored = (x[mb_inds] for x in (b_actions, b_logprobs, b_advantages, b_returns, b_values))
+                    loss, stats = ppo_loss(args, log_probs, newvalue, *stored)
 
                     optimizer.zero_grad()
                     amp.scaler.scale(loss).backward()
@@ -274,19 +304,14 @@ def train(args: Args) -> dict[str, Any]:
                     amp.scaler.step(optimizer)
                     amp.scaler.update()
 
-                    with torch.no_grad():
-                        # http://joschu.net/blog/kl-approx.html: estimators k1 and k3
-                        old_approx_kl, approx_kl = -logratio.mean(), (ratio - 1 - logratio).mean()
-                        clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
-                        losses += torch.stack([v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
+                    losses += stats
                     num_losses += 1
-                if args.target_kl is not None and approx_kl > args.target_kl:
+                if args.target_kl is not None and stats[LOSSES.index("approx_kl")] > args.target_kl:
                     break
             updates += num_losses
 
             # --- logging
-            names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-            scalars = {f"losses/{name}": x for name, x in zip(names, (losses / num_losses).tolist(), strict=True)}
+            scalars = {f"losses/{name}": x for name, x in zip(LOSSES, (losses / num_losses).tolist(), strict=True)}
             scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.lap("learning")

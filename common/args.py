@@ -99,8 +99,9 @@ def parse(args_class: type[ArgsT], argv: Sequence[str], description: str) -> Arg
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
             raise
-        words = re.sub(r"[─-╿]+", " ", printed.getvalue()).split()  # without the box it is drawn in
-        raise UsageError(" ".join(words)) from None
+        lines = [line for line in printed.getvalue().splitlines() if not line.startswith("╭")]
+        text = " ".join(re.sub(r"[─-╿]+", " ", " ".join(lines)).split())  # without the box it is drawn in
+        raise UsageError(re.sub(r" ?For full helptext.*", "; see --help", text)) from None
 
 
 def obey_true_and_false(args_class: type, argv: Sequence[str]) -> list[str]:

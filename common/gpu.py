@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -68,6 +69,26 @@ def cuda_failure() -> str:
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0]
     return "CUDA reports no device"
+
+
+def require_memory(needed: int, what: str) -> None:
+    """Refuse what does not fit before anything is allocated.
+
+    Args:
+        needed: bytes.
+
+    Raises:
+        UsageError: the machine or the container has less.
+    """
+    free = psutil.virtual_memory().available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # not in a container, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    if needed > free:
+        raise UsageError(f"{what} needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
 
 
 def set_numerics(deterministic: bool, tf32: bool) -> None:

@@ -107,7 +107,7 @@ class Run:
         step, since = (0, self.started) if self._warm is None else self._warm
         if self.global_step == step:
             step, since = 0, self.started
-        return (self.global_step - step) / (time.perf_counter() - since)
+        return (self.global_step - step) / max(time.perf_counter() - since, 1e-9)
 
     # ---- what happens in training
 

@@ -1,0 +1,60 @@
+"""Who may import whom, and how long files may become."""
+
+import ast
+import re
+
+import pytest
+from conftest import ROOT
+
+SCRIPTS = ("ppo_atari", "ppo_continuous", "dqn_atari")
+MAX_LINES = {"ppo_atari": 400, "ppo_continuous": 400, "dqn_atari": 450}
+
+
+def imports(path) -> set[str]:
+    """Dotted names of all modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+    return names
+
+
+def project_imports(path) -> set[str]:
+    mine = {"common", "benchmark", "evaluate", "doctor", "drill", "sweep", *SCRIPTS}
+    return {name for name in imports(path) if name.split(".")[0] in mine}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.py")), ids=lambda path: path.name)
+def test_a_script_imports_common_and_no_other_script(path):
+    allowed = ("common.", *SCRIPTS) if path.stem == "evaluate" else ("common.",)
+    assert all(name.startswith(allowed) for name in project_imports(path))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "common").glob("*.py")), ids=lambda path: path.name)
+def test_common_imports_nothing_of_ours_but_the_shared_error(path):
+    assert project_imports(path) <= {"common.errors"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmark").glob("*.py")), ids=lambda path: path.name)
+def test_the_benchmark_starts_scripts_instead_of_importing_them(path):
+    assert not project_imports(path) & set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if (ROOT / f"{name}.py").exists()])
+def test_a_script_can_be_read_in_one_sitting(script):
+    lines = (ROOT / f"{script}.py").read_text().splitlines()
+    assert len(lines) <= MAX_LINES[script]
+
+
+def test_common_stays_small():
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 1800
+
+
+def test_requirements_are_pinned_to_exact_versions():
+    for name in ("requirements.txt", "requirements-v100.txt"):
+        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+        assert lines
+        for line in lines:
+            assert re.fullmatch(r"[a-z0-9-]+(\[[a-z,]+\])?==[0-9][0-9.]*", line), line

@@ -1,0 +1,233 @@
+"""ppo_atari.py as users run it: what it logs, that it repeats itself, and how it refuses."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import read_scalars, run_script
+
+import ppo_atari
+from ppo_atari import Agent, Args
+
+LOSSES = {f"losses/{name}" for name in (*ppo_atari.LOSSES, "explained_variance")}
+TAGS = LOSSES | {f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate")}
+TAGS |= {f"time/{name}" for name in ("environment", "inference", "learning")} | {"system/cpu_percent", "system/ram_mib"}
+
+SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 128}
+
+
+def train(tmp_path, name: str, **flags) -> dict:
+    return ppo_atari.train(Args(runs_dir=str(tmp_path), run_name=name, **{**SMALL, **flags}))
+
+
+def short_games(monkeypatch, frames: int) -> None:
+    real = ppo_atari.AtariEnvs
+    monkeypatch.setattr(ppo_atari, "AtariEnvs", lambda *args: real(*args, max_num_frames_per_episode=frames))
+
+
+def test_the_command_line_trains_finishes_games_and_logs_every_tag(tmp_path):
+    done = run_script("ppo_atari.py", "--amp", "--total-timesteps", "2500", "--seed", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("BreakoutNoFrameskip-v4__ppo_atari__2__")
+
+    scalars = read_scalars(run_dir, timed=True)
+    assert set(scalars) == TAGS
+    assert [step for step, _ in scalars["losses/value_loss"]] == [1024, 2048]
+    assert scalars["charts/learning_rate"] == [
+        (1024, pytest.approx(2.5e-4)),
+        (2048, pytest.approx(2.5e-4 * (1 - 1024 / 2500))),
+    ]
+    assert all(math.isfinite(value) for tag in TAGS for _, value in scalars[tag])
+    games = scalars["charts/episodic_length"]
+    assert len(games) > 0
+    assert all(step % 8 == 0 and 20 < length <= step / 8 for step, length in games)
+
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["global_step"] == 2048
+    assert summary["updates"] == 2 * 4 * 4
+    assert summary["games"] == len(games)
+    assert summary["peak_memory_mib"] < 1200
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["args"]["seed"] == 2
+    assert config["env"]["repeat_action_probability"] == 0.0
+    assert config["machine"]["packages"]["torch"] == torch.__version__
+    assert json.loads((run_dir / "status.json").read_text())["phase"] == "complete"
+    assert "step 2,048/2,500" in done.stdout
+
+    weights = torch.load(run_dir / "agent.pt", weights_only=True)
+    Agent(4).load_state_dict(weights)
+
+    again = run_script("ppo_atari.py", "--amp", "--total-timesteps", "2500", "--seed", "2", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "is there already" in again.stderr
+
+
+def test_the_ratio_is_one_in_the_first_minibatch_of_the_first_epoch(tmp_path, monkeypatch):
+    ratios = []
+    real = ppo_atari.ppo_loss
+
+    def watched(args, log_probs, newvalue, actions, logprobs, advantages, returns, values):
+        ratios.append((log_probs.gather(1, actions[:, None]).flatten() - logprobs).exp().detach())
+        assert newvalue.shape == values.shape == returns.shape == advantages.shape
+        if len(ratios) == 1:
+            torch.testing.assert_close(newvalue, values, rtol=0, atol=1e-5)
+        return real(args, log_probs, newvalue, actions, logprobs, advantages, returns, values)
+
+    monkeypatch.setattr(ppo_atari, "ppo_loss", watched)
+    train(tmp_path, "ratio", num_envs=8, num_steps=32, total_timesteps=256, learning_rate=0.01)
+    assert len(ratios) == 4
+    assert (ratios[0] - 1).abs().max() < 1e-5
+    assert (ratios[1] - 1).abs().max() > 1e-3
+
+
+def test_one_seed_gives_identical_scalars_and_weights_and_another_seed_others(tmp_path):
+    runs = {
+        name: train(tmp_path, name, seed=seed, num_steps=128, total_timesteps=1024)
+        for name, seed in (("first", 1), ("again", 1), ("other", 2))
+    }
+    first, again, other = (read_scalars(tmp_path / name) for name in runs)
+    assert len(first["charts/episodic_return"]) > 0
+    assert first == again
+    assert all(first[f"losses/{name}"] != other[f"losses/{name}"] for name in ("value_loss", "entropy"))
+    weights = [torch.load(tmp_path / name / "agent.pt", weights_only=True) for name in ("first", "again")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+def test_a_truncated_game_bootstraps_from_its_last_observation(tmp_path, monkeypatch):
+    seen = []
+    real = ppo_atari.compute_gae
+
+    def watched(rewards, terminations, truncations, values, next_value, final_values, *rest):
+        seen.append((truncations.clone(), final_values.clone()))
+        return real(rewards, terminations, truncations, values, next_value, final_values, *rest)
+
+    monkeypatch.setattr(ppo_atari, "compute_gae", watched)
+    short_games(monkeypatch, frames=20)
+    summary = train(tmp_path, "short")
+    assert summary["games"] == 4 * (32 // 5)
+    for truncations, final_values in seen:
+        assert truncations.any()
+        assert (final_values[truncations] != 0).all()
+
+
+def test_rewards_are_clipped_for_learning_only(tmp_path, monkeypatch):
+    seen = []
+    real = ppo_atari.compute_gae
+    monkeypatch.setattr(ppo_atari, "compute_gae", lambda rewards, *rest: seen.append(rewards) or real(rewards, *rest))
+    flags = {"env_id": "SpaceInvadersNoFrameskip-v4", "num_steps": 512, "update_epochs": 1, "total_timesteps": 2048}
+    train(tmp_path, "invaders", **flags)
+    assert set(seen[0].unique().tolist()) == {0.0, 1.0}
+    assert max(value for _, value in read_scalars(tmp_path / "invaders")["charts/episodic_return"]) >= 5
+
+
+def test_target_kl_ends_the_epochs_early(tmp_path):
+    flags = {"learning_rate": 0.01, "update_epochs": 4, "total_timesteps": 64}
+    assert train(tmp_path, "all", **flags)["updates"] == 8
+    assert train(tmp_path, "early", target_kl=1e-6, **flags)["updates"] < 8
+
+
+def test_no_annealing_keeps_the_learning_rate(tmp_path):
+    train(tmp_path, "flat", anneal_lr=False)
+    rates = [value for _, value in read_scalars(tmp_path / "flat")["charts/learning_rate"]]
+    assert rates == [pytest.approx(2.5e-4)] * 2
+
+
+def test_stops_at_a_return(tmp_path, monkeypatch):
+    short_games(monkeypatch, frames=20)
+    summary = train(tmp_path, "stop", num_envs=8, total_timesteps=1_000_000, update_epochs=1, stop_at_return=0.0)
+    # each iteration of 16 steps ends about 3 games of 5 steps in each of 8 environments
+    assert summary["global_step"] == 5 * 128
+    assert summary["games"] >= 100
+
+
+def test_a_network_of_the_published_size_and_initialisation():
+    torch.manual_seed(0)
+    agent = Agent(6)
+    assert sum(p.numel() for p in agent.network.parameters()) == 8224 + 32832 + 36928 + 1606144
+    first = agent.network[0].weight.flatten(1)
+    torch.testing.assert_close(first @ first.T, 2 * torch.eye(32), atol=1e-4, rtol=0)
+    log_probs, values = agent(torch.randint(0, 256, (5, 84, 84, 4), dtype=torch.uint8))
+    assert log_probs.shape == (5, 6)
+    assert values.shape == (5,)
+    torch.testing.assert_close(log_probs.exp().sum(1), torch.ones(5))
+    assert (log_probs + math.log(6)).abs().max() < 0.05  # std 0.01: every action about as likely at the start
+
+
+def test_frames_reach_the_network_channels_last():
+    frames = np.random.default_rng(0).integers(0, 256, (3, 4, 84, 84), dtype=np.uint8)
+    np.testing.assert_array_equal(ppo_atari.channels_last(frames).numpy(), frames.transpose(0, 2, 3, 1))
+
+
+BAD = {
+    "an unknown flag": (["--learnig-rate", "1"], "--learning-rate"),
+    "a stray word": (["fast"], "fast"),
+    "a missing value": (["--seed"], "--seed"),
+    "a word for a number": (["--num-envs", "eight"], "--num-envs"),
+    "an unknown choice": (["--amp-dtype", "fp8"], "'auto', 'bf16', 'fp16', 'fp32'"),
+    "a switch that is neither true nor false": (["--amp", "maybe"], "maybe"),
+    "an unknown game": (["--env-id", "BreakoutNoFrameskip-v9"], "did you mean BreakoutNoFrameskip-v4"),
+    "another kind of environment": (["--env-id", "CartPole-v1"], "not an Atari game"),
+    "a random frame skip": (["--env-id", "Pong-v4"], "PongNoFrameskip-v4"),
+    "sizes that do not divide": (["--num-minibatches", "3"], "must divide num-envs x num-steps = 1024"),
+    "minibatches of one": (["--num-minibatches", "1024"], "one sample a minibatch"),
+    "more minibatches than samples": (["--num-minibatches", "2048"], "must divide"),
+    "zero updates": (["--total-timesteps", "1000"], "less than one rollout"),
+    "no steps": (["--total-timesteps", "0"], "must be positive"),
+    "no environments": (["--num-envs", "0"], "--num-envs 0: must be positive"),
+    "a negative number": (["--num-steps", "-5"], "--num-steps -5: must be positive"),
+    "a negative seed": (["--seed", "-1"], "must not be negative"),
+    "no epochs": (["--update-epochs", "0"], "must be positive"),
+    "a negative rate": (["--learning-rate", "-1e-4"], "must be positive"),
+    "a discount above one": (["--gamma", "1.5"], "must be 0 to 1"),
+    "not a number": (["--ent-coef", "nan"], "finite"),
+    "a negative target": (["--target-kl", "-0.1"], "must be positive"),
+    "a device that is not there": (["--device", "cuda:77"], "--device cuda:77"),
+    "a device that is none": (["--device", "tpu"], "must be auto, cpu, cuda or cuda:N"),
+    "a run name that leaves the folder": (["--run-name", "../x"], "one folder name"),
+    "more than the memory": (["--num-envs", "4000000", "--total-timesteps", "1000000000"], "GB"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_and_status_2_and_leaves_nothing(case, tmp_path, monkeypatch, main_guard):
+    flags, words = BAD[case]
+    if "cuda:77" in flags and torch.cuda.device_count() > 77:
+        pytest.skip("this machine has that device")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = main_guard(ppo_atari, *flags)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runs_folder_that_cannot_be_made(tmp_path, main_guard):
+    (tmp_path / "file").write_text("")
+    status, _, err = main_guard(ppo_atari, "--runs-dir", str(tmp_path / "file"))
+    assert status == 2
+    assert err.startswith("error: --runs-dir")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "amp", "anneal_lr"),
+    [
+        (["--amp", "--no-anneal-lr"], True, False),
+        (["--amp", "True", "--anneal-lr", "False"], True, False),
+        (["--amp=true", "--anneal_lr=false"], True, False),
+        (["--amp", "--anneal-lr", "--seed", "3"], True, True),
+        ([], False, True),
+    ],
+)
+def test_switches_are_obeyed_in_either_style(flags, amp, anneal_lr):
+    from common.args import parse
+
+    args = parse(Args, flags, "")
+    assert (args.amp, args.anneal_lr) == (amp, anneal_lr)
