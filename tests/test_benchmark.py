@@ -1,0 +1,79 @@
+"""The programs in benchmark/: what they compute from runs, and that they run whole."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run_script
+
+from common.run import Run
+
+
+def run_with_games(runs_dir, games):
+    with Run(str(runs_dir), "a", 1000, {"args": {}}) as run:
+        for step, value in games:
+            info = {"_episode": [True], "episode": {"r": [value], "l": [3]}}
+            run.log_episodes(info, step)
+    return runs_dir / "a"
+
+
+def test_curves_average_the_games_of_each_window_and_draw_a_picture(tmp_path):
+    run = run_with_games(tmp_path, [(8, 1.0), (100, 3.0), (101, 10.0), (350, 20.0)])
+    reference = tmp_path / "other.csv"
+    reference.write_text("# words\nfirst_step,last_step,mean_return\n0,100,2.5\n")
+    picture = tmp_path / "curves.png"
+    flags = ["--labels", "ours", "--reference", str(reference), "--window", "100", "--out", str(picture)]
+    done = run_script("benchmark/curves.py", str(run), *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ours: 50 2.00  150 10.00  350 20.00" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_of_a_run_without_games_end_with_one_line(tmp_path):
+    done = run_script("benchmark/curves.py", str(run_with_games(tmp_path, [])), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("holds no finished game\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--steps", "1024"], ["--json", "/nowhere/at/all.json"]])
+def test_the_benchmark_refuses_what_it_cannot_do(flags, tmp_path):
+    done = run_script("benchmark/run.py", *flags, cwd=tmp_path)
+    assert done.returncode == 2
+    assert flags[0] in done.stderr
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_prints_its_commands_and_writes_json(tmp_path):
+    out = tmp_path / "speed.json"
+    command = [
+        sys.executable,
+        str(ROOT / "benchmark" / "run.py"),
+        "--rounds",
+        "1",
+        "--steps",
+        "2048",
+        "--json",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for script in ("ppo_atari.py", "benchmark/sb3_ppo_atari.py", "benchmark/floor.py"):
+        assert f"$ python {script} --env-id BreakoutNoFrameskip-v4" in done.stdout
+    result = json.loads(out.read_text())
+    (one,) = result["rounds"]
+    assert all(one[name]["sps"] > 10 for name in ("ours", "sb3", "floor"))
+    figures = result["figures"]
+    assert figures["ours_over_sb3"]["median"] == pytest.approx(one["ours"]["sps"] / one["sb3"]["sps"])
+    assert figures["ours_over_floor"]["median"] == pytest.approx(one["ours"]["sps"] / one["floor"]["sps"])
+    assert result["machine"]["cores"] >= 1
+
+
+def test_a_program_that_fails_half_way_shows_its_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import run as benchmark
+
+    with pytest.raises(SystemExit, match="ended with status 2"):
+        benchmark.run(["ppo_atari.py", "--num-envs", "0"], tmp_path)
+    assert "--num-envs 0: must be positive" in capsys.readouterr().err
