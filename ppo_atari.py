@@ -89,8 +89,8 @@ class Args(SharedArgs):
         self.require("target_kl", self.target_kl is None or self.target_kl > 0, "must be positive")
         divides = self.batch_size % self.num_minibatches == 0
         self.require("num_minibatches", divides, f"must divide num-envs x num-steps = {self.batch_size}")
-        one = self.norm_adv and self.minibatch_size == 1
-        self.require("num_minibatches", not one, "leaves one sample a minibatch, which --norm-adv cannot normalise")
+        one = self.minibatch_size == 1 and (self.norm_adv or self.batch_size == 1)
+        self.require("num_minibatches", not one, "leaves one sample a minibatch, which has no variance")
         enough = self.total_timesteps >= self.batch_size
         self.require("total_timesteps", enough, f"less than one rollout of num-envs x num-steps = {self.batch_size}")
 
@@ -227,7 +227,9 @@ def train(args: Args) -> dict[str, Any]:
     device = choose_device(args.device)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
-    require_memory(args.batch_size * 84 * 84 * 4, "a rollout of num-envs x num-steps observations")
+    rollout_bytes = (args.num_steps + 1) * args.num_envs * 84 * 84 * 4
+    require_memory(device, rollout_bytes, f"a rollout of --num-envs {args.num_envs} x --num-steps {args.num_steps}")
+    require_memory(torch.device("cpu"), args.num_envs * 2 * 2**20, f"--num-envs {args.num_envs}: as many emulators")
     envs = AtariEnvs(args.env_id, args.num_envs)
     monitor = Monitor(device)
 
@@ -244,7 +246,8 @@ def train(args: Args) -> dict[str, Any]:
     rewards, terminations, truncations = torch.zeros(shape), torch.zeros(shape).bool(), torch.zeros(shape).bool()
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
-    with Run(args.runs_dir, args.run_name or default_run_name(args, "ppo_atari"), args.total_timesteps, config) as run:
+    run_name = args.run_name or default_run_name(args, "ppo_atari")
+    with Run(args.runs_dir, run_name, args.total_timesteps, config, device) as run:
         run.terminal.line(amp.note)
         global_step = updates = 0
         while global_step + args.batch_size <= args.total_timesteps and not run.reached(args.stop_at_return):
@@ -275,6 +278,7 @@ def train(args: Args) -> dict[str, Any]:
                 terminations[step], truncations[step] = torch.from_numpy(terminated), torch.from_numpy(truncated)
                 global_step += args.num_envs
                 run.log_episodes(info, global_step)
+                run.tick(global_step)
                 run.lap("environment")
 
             # --- advantages
@@ -306,6 +310,7 @@ def train(args: Args) -> dict[str, Any]:
 
                     losses += stats
                     num_losses += 1
+                    run.tick(global_step)
                 if args.target_kl is not None and stats[LOSSES.index("approx_kl")] > args.target_kl:
                     break
             updates += num_losses
@@ -317,6 +322,7 @@ def train(args: Args) -> dict[str, Any]:
             run.lap("learning")
             run.log_iteration({**scalars, **monitor.scalars()}, global_step)
 
+        envs.close()
         run.save("agent.pt", agent.state_dict())
         return run.finish(dict(updates=updates, **scalars))
 

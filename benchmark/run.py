@@ -1,7 +1,8 @@
 """How fast ppo_atari.py is on this machine: beside Stable-Baselines3's PPO, and against its own floor.
 
-Each round runs the programs in turn, so that a machine whose speed drifts treats them alike; the figures are medians
-over the rounds, ratios are taken within each round. The first iteration of each program warms up and is left out.
+Each round runs the programs in turn, every other one backwards, so that a machine whose speed drifts treats them
+alike. The figures are medians over the rounds, and ratios are taken within each round. The first iteration of each
+program warms up and is left out.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
 
 from common.run import describe_machine, write_json  # noqa: E402
 
@@ -38,8 +41,8 @@ def measure_ours(steps: int, folder: Path) -> dict:
     return json.loads((folder / "ours" / "summary.json").read_text())
 
 
-def measure(script: str, *flags: str, folder: Path) -> dict:
-    return json.loads(run([f"benchmark/{script}", *FLAGS, *flags], folder).splitlines()[-1])
+def measure(script: str, *flags: str) -> dict:
+    return json.loads(run([f"benchmark/{script}", *FLAGS, *flags], ROOT).splitlines()[-1])
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -64,21 +67,26 @@ def main() -> None:
     for number in range(1, args.rounds + 1):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            result = {"ours": measure_ours(args.steps, folder)}
-            if not args.no_peers:
-                result["sb3"] = measure("sb3_ppo_atari.py", "--total-timesteps", str(args.steps), folder=folder)
-            result["floor"] = measure("floor.py", folder=folder)
+            programs = {
+                "ours": lambda folder=folder: measure_ours(args.steps, folder),
+                "sb3": lambda: measure("sb3_ppo_atari.py", "--total-timesteps", str(args.steps)),
+                "floor": lambda: measure("floor.py"),
+            }
+            if args.no_peers:
+                del programs["sb3"]
+            order = list(programs) if number % 2 else list(programs)[::-1]
+            result = {program: programs[program]() for program in order}
         rounds.append(result)
         rates = "  ".join(f"{name} {values['sps']:.0f}" for name, values in result.items())
         print(f"round {number}/{args.rounds}, agent steps/s: {rates}", flush=True)
 
     ours = [one["ours"]["sps"] for one in rounds]
-    figures = {f"{name}_sps": spread([one[name]["sps"] for one in rounds]) for name in rounds[0]}
-    for name in rounds[0].keys() - {"ours"}:
+    figures = {f"{name}_sps": spread([one[name]["sps"] for one in rounds]) for name in sorted(rounds[0])}
+    for name in sorted(rounds[0].keys() - {"ours"}):
         figures[f"ours_over_{name}"] = spread([a / one[name]["sps"] for a, one in zip(ours, rounds, strict=True)])
     figures["ours_peak_memory_mib"] = spread([one["ours"]["peak_memory_mib"] for one in rounds])
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    machine = describe_machine()
+    machine = describe_machine(torch.device("cpu"))
     write_json(
         args.json, {"schema": 1, "command": sys.argv[1:], "machine": machine, "figures": figures, "rounds": rounds}
     )

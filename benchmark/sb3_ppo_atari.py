@@ -5,7 +5,6 @@ Its environments, wrappers, policy and loop are its own, one subprocess an envir
 
 import argparse
 import json
-import resource
 import time
 
 import ale_py
@@ -62,16 +61,7 @@ def main() -> None:
     end = model.num_timesteps, time.perf_counter()
     envs.close()
     start = callback.times[1]  # the first iteration warms up
-    peak = [resource.getrusage(who).ru_maxrss / 2**10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    print(
-        json.dumps(
-            {
-                "sps": (end[0] - start[0]) / (end[1] - start[1]),
-                "peak_memory_mib": peak[0],
-                "peak_memory_of_one_worker_mib": peak[1],
-            }
-        )
-    )
+    print(json.dumps({"sps": (end[0] - start[0]) / (end[1] - start[1])}))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -48,11 +49,12 @@ class SharedArgs:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise UsageError(f"{flag(field.name)} {value}: must be a finite number")
-        self.require("seed", self.seed >= 0, "must not be negative")
+        self.require("seed", 0 <= self.seed < 2**63, "must be 0 to 2^63 - 1")
+        self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
         self.require("total_timesteps", self.total_timesteps > 0, "must be positive")
         if self.run_name is not None:
-            ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*", self.run_name) is not None
-            self.require("run_name", ok, "must be one folder name of letters, digits and _ . + -")
+            ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", self.run_name) is not None
+            self.require("run_name", ok, "must be one folder name of at most 200 letters, digits and _ . + -")
 
     def require(self, name: str, condition: bool, reason: str) -> None:
         if not condition:
@@ -105,20 +107,27 @@ def parse(args_class: type[ArgsT], argv: Sequence[str], description: str) -> Arg
 
 
 def obey_true_and_false(args_class: type, argv: Sequence[str]) -> list[str]:
-    """`--amp False` and `--amp=false` mean `--no-amp`, as people coming from argparse write it."""
+    """`--amp False` and `--amp=false` mean `--no-amp`, as people coming from argparse write it.
+
+    Raises:
+        UsageError: a switch with another value.
+    """
     switches = {flag(field.name) for field in dataclasses.fields(args_class) if field.type is bool}
-    words = iter(argv)
     result: list[str] = []
-    for word in words:
-        name, equals, value = word.replace("_", "-").partition("=")
-        if equals and name in switches and value.lower() in ("true", "false"):
-            word, value = name, value.lower()
-        elif word.lower() in ("true", "false") and result and result[-1] in switches:
-            value, word = word.lower(), result.pop()
-        else:
-            result.append(word.replace("_", "-") if name in switches else word)
+    words = deque(argv)
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        switch = name.replace("--no-", "--", 1)
+        if switch not in switches:
+            result.append(word)
             continue
-        result.append(word if value == "true" else "--no-" + word[2:])
+        if not equals and words and not words[0].startswith("-"):
+            value = words.popleft()
+        if value.lower() not in ("", "true", "false") or (value and name != switch):
+            raise UsageError(f"{name} {value}: write {switch} or --no-{switch[2:]}")
+        result.append(f"--no-{switch[2:]}" if value.lower() == "false" else name)
     return result
 
 
@@ -127,7 +136,7 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
     try:
         train(parse(args_class, sys.argv[1:], doc))
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -27,8 +27,3 @@ def keep_freed_memory() -> None:
 
 
 keep_freed_memory()
-
-
-def available_cores() -> int:
-    """Cores that this process may run on (its affinity mask, not the machine's total)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

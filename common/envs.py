@@ -5,6 +5,7 @@ no-op starts, frame skip with max-pooling, 84 x 84 grey frames, stacks of 4) are
 """
 
 import difflib
+import os
 import time
 from typing import Any
 
@@ -19,6 +20,17 @@ from common.errors import UsageError
 gym.register_envs(ale_py)
 
 ATARI = "ale_py.env:AtariEnv"
+
+# The usual preprocessing, all of it by name: what defaults leave open has changed between versions before.
+PREPROCESSING: dict[str, Any] = {
+    "noop_max": 30,
+    "use_fire_reset": True,  # pressed once after a reset of games that have it, not after a lost life
+    "maxpool": True,
+    "grayscale": True,
+    "img_height": 84,
+    "img_width": 84,
+    "stack_num": 4,
+}
 
 
 def atari_settings(env_id: str) -> dict[str, Any]:
@@ -97,10 +109,12 @@ class AtariEnvs(VectorEnv):
         Raises:
             UsageError: see `atari_settings`.
         """
-        self.settings = atari_settings(env_id) | overrides
+        self.settings = PREPROCESSING | atari_settings(env_id) | overrides
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.num_threads = num_threads or min(num_envs, cores)
         self.envs = AtariVectorEnv(
             num_envs=num_envs,
-            num_threads=num_threads,
+            num_threads=self.num_threads,
             autoreset_mode=AutoresetMode.SAME_STEP,
             episodic_life=False,  # this would reset the whole game at each lost life
             life_loss_info=True,
@@ -180,8 +194,9 @@ class AtariEnvs(VectorEnv):
         del self.envs  # its destructor ends the threads
 
     def describe(self) -> dict[str, Any]:
-        """Settings for config.json: sticky actions, frame skip, action set, emulator seeds."""
+        """Settings for config.json: preprocessing, sticky actions, frame skip, action set, emulator seeds, threads."""
         return self.settings | {
+            "threads": self.num_threads,
             "actions": [action.name for action in self.envs.ale.get_action_set()],
             "emulator_seeds": None if self.seeds is None else self.seeds.tolist(),
         }

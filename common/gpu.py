@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def choose_device(name: str) -> torch.device:
     Raises:
         UsageError: the device is not there, or this build of torch has no code for it.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's pages about old drivers and cards, which one line says here
+        return _choose_device(name)
+
+
+def _choose_device(name: str) -> torch.device:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise UsageError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -71,22 +78,23 @@ def cuda_failure() -> str:
     return "CUDA reports no device"
 
 
-def require_memory(needed: int, what: str) -> None:
+def require_memory(device: torch.device, needed: int, what: str) -> None:
     """Refuse what does not fit before anything is allocated.
 
     Args:
-        needed: bytes.
+        needed: bytes on the device.
 
     Raises:
-        UsageError: the machine or the container has less.
+        UsageError: the GPU, the machine or the container has less.
     """
-    free = psutil.virtual_memory().available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # not in a container, or "max"
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+        for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+            # the container's limit; its usage says little, since it counts cached files. Absent or "max" elsewhere
+            with contextlib.suppress(OSError, ValueError):
+                free = min(free, int(Path(limit).read_text()))
     if needed > free:
         raise UsageError(f"{what} needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
 

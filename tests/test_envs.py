@@ -155,6 +155,22 @@ def test_a_life_lost_on_the_step_of_a_truncation_is_a_termination_and_its_game_i
     envs.close()
 
 
+@pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "PongNoFrameskip-v4", "ALE/Seaquest-v5"])
+@pytest.mark.parametrize("max_frames", [8, 16, 100])
+def test_the_no_ops_of_a_reset_hide_no_end_of_a_short_game(env_id, max_frames):
+    envs = AtariEnvs(env_id, 2, max_num_frames_per_episode=max_frames)
+    envs.reset(seed=2)
+    length = max_frames // 4
+    for step, actions in enumerate(random_actions(envs, 4 * length), start=1):
+        _, _, _, truncations, info = envs.step(actions)
+        assert (truncations == (step % length == 0)).all()
+        assert ("_episode" in info) == (step % length == 0)
+        if "_episode" in info:
+            assert info["_episode"].all()
+            assert (info["episode"]["l"] == length).all()
+    envs.close()
+
+
 # ---- what an id means
 
 
@@ -166,11 +182,12 @@ def test_every_registered_game_loads_and_steps():
         envs = AtariEnvs(env_id, 1)
         obs, _ = envs.reset(seed=1)
         assert obs.shape == (1, 4, 84, 84)
-        for _ in range(100):  # a few games start on a dark screen
-            if obs[0, -1].any():
+        seen = obs[0, -1].any()
+        for action in [*range(envs.single_action_space.n), *[0] * 80]:
+            seen |= envs.step(np.array([action]))[0].any()
+            if seen and action == envs.single_action_space.n - 1:
                 break
-            obs, *_ = envs.step(np.array([envs.single_action_space.n - 1]))
-        assert obs[0, -1].any(), env_id
+        assert seen, env_id  # a few games start on a dark screen
         envs.close()
 
 

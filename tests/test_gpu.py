@@ -1,6 +1,7 @@
 """Choice of the device and the machine's scalars, with GPUs played where none is."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -139,6 +140,41 @@ def test_no_nvml_leaves_torchs_own_figures(monkeypatch):
 
 def test_memory_that_is_not_there(monkeypatch):
     monkeypatch.setattr(common.gpu.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=2_000_000_000))
-    require_memory(1_900_000_000, "a rollout")
+    cpu = torch.device("cpu")
+    require_memory(cpu, 1_900_000_000, "a rollout")
     with pytest.raises(UsageError, match=r"a rollout needs 2\.1 GB of memory, 2\.0 GB are free"):
-        require_memory(2_100_000_000, "a rollout")
+        require_memory(cpu, 2_100_000_000, "a rollout")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 8_000_000_000))
+    with pytest.raises(UsageError, match=r"1\.0 GB are free"):
+        require_memory(torch.device("cuda", 0), 1_900_000_000, "a rollout")
+
+
+def test_a_containers_limit_counts_and_its_cached_files_do_not(monkeypatch):
+    files = {"/sys/fs/cgroup/memory.max": "1000000000\n", "/sys/fs/cgroup/memory.current": "999999999\n"}
+
+    def read_text(path):
+        if str(path) not in files:
+            raise FileNotFoundError
+        return files[str(path)]
+
+    monkeypatch.setattr(common.gpu.Path, "read_text", read_text)
+    monkeypatch.setattr(common.gpu.psutil, "virtual_memory", lambda: types.SimpleNamespace(available=2_000_000_000))
+    cpu = torch.device("cpu")
+    require_memory(cpu, 900_000_000, "a rollout")
+    with pytest.raises(UsageError, match=r"1\.0 GB are free"):
+        require_memory(cpu, 1_100_000_000, "a rollout")
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    require_memory(cpu, 1_100_000_000, "a rollout")
+
+
+def test_torchs_own_warnings_do_not_stand_beside_our_line(monkeypatch, recwarn):
+    play_gpu(monkeypatch, capability=(7, 0), archs=("sm_80",))
+
+    def warning_count():
+        warnings.warn("pages about a card that is too old", stacklevel=1)
+        return 1
+
+    monkeypatch.setattr(torch.cuda, "device_count", warning_count)
+    with pytest.raises(UsageError):
+        choose_device("cuda")
+    assert len(recwarn) == 0

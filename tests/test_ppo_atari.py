@@ -23,7 +23,7 @@ def train(tmp_path, name: str, **flags) -> dict:
 
 
 def short_games(monkeypatch, frames: int) -> None:
-    real = ppo_atari.AtariEnvs
+    real = ppo_atari.AtariEnvs  # as it is now, watched or not
     monkeypatch.setattr(ppo_atari, "AtariEnvs", lambda *args: real(*args, max_num_frames_per_episode=frames))
 
 
@@ -60,6 +60,7 @@ def test_the_command_line_trains_finishes_games_and_logs_every_tag(tmp_path):
 
     weights = torch.load(run_dir / "agent.pt", weights_only=True)
     Agent(4).load_state_dict(weights)
+    assert {weight.device.type for weight in weights.values()} == {"cpu"}
 
     again = run_script("ppo_atari.py", "--amp", "--total-timesteps", "2500", "--seed", "2", cwd=tmp_path)
     assert again.returncode == 2
@@ -98,21 +99,83 @@ def test_one_seed_gives_identical_scalars_and_weights_and_another_seed_others(tm
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
-def test_a_truncated_game_bootstraps_from_its_last_observation(tmp_path, monkeypatch):
-    seen = []
-    real = ppo_atari.compute_gae
+def test_a_truncated_game_bootstraps_from_the_value_of_its_last_observation(tmp_path, monkeypatch):
+    last_observations, agents, seen = [], [], []
+
+    class WatchedEnvs(ppo_atari.AtariEnvs):
+        def recv(self):
+            result = super().recv()
+            last_observations.append(result[4].get("final_obs"))
+            return result
+
+    class WatchedAgent(Agent):
+        def __init__(self, num_actions):
+            super().__init__(num_actions)
+            agents.append(self)
 
     def watched(rewards, terminations, truncations, values, next_value, final_values, *rest):
-        seen.append((truncations.clone(), final_values.clone()))
+        if not seen:  # before the first update
+            seen.append(truncations)
+            for step in truncations.any(1).nonzero().flatten():
+                with torch.no_grad():
+                    expected = agents[0](ppo_atari.channels_last(last_observations[step]))[1]
+                torch.testing.assert_close(final_values[step], expected)
         return real(rewards, terminations, truncations, values, next_value, final_values, *rest)
 
+    real = ppo_atari.compute_gae
     monkeypatch.setattr(ppo_atari, "compute_gae", watched)
+    monkeypatch.setattr(ppo_atari, "AtariEnvs", WatchedEnvs)
+    monkeypatch.setattr(ppo_atari, "Agent", WatchedAgent)
     short_games(monkeypatch, frames=20)
     summary = train(tmp_path, "short")
     assert summary["games"] == 4 * (32 // 5)
-    for truncations, final_values in seen:
-        assert truncations.any()
-        assert (final_values[truncations] != 0).all()
+    assert seen[0].sum() == 4 * (16 // 5)
+
+
+def slow_ppo_loss(args, log_probs, newvalue, actions, logprobs, advantages, returns, values) -> tuple[float, list]:
+    """eq. 7 and 9 sample by sample, in Python's own numbers."""
+    size = len(actions)
+    if args.norm_adv:
+        mean = sum(advantages) / size
+        std = math.sqrt(sum((a - mean) ** 2 for a in advantages) / (size - 1))
+        advantages = [(a - mean) / (std + 1e-8) for a in advantages]
+    objective = value_loss = entropy = k1 = k3 = clipped = 0.0
+    low, high = 1 - args.clip_coef, 1 + args.clip_coef
+    for i in range(size):
+        logratio = log_probs[i][actions[i]] - logprobs[i]
+        ratio = math.exp(logratio)
+        objective += min(ratio * advantages[i], min(max(ratio, low), high) * advantages[i])
+        error = (newvalue[i] - returns[i]) ** 2
+        if args.clip_vloss:
+            change = min(max(newvalue[i] - values[i], -args.clip_coef), args.clip_coef)
+            error = max(error, (values[i] + change - returns[i]) ** 2)
+        value_loss += 0.5 * error
+        entropy -= sum(math.exp(x) * x for x in log_probs[i])
+        k1 -= logratio
+        k3 += ratio - 1 - logratio
+        clipped += abs(ratio - 1) > args.clip_coef
+    loss = -objective + args.vf_coef * value_loss - args.ent_coef * entropy
+    return loss / size, [x / size for x in (value_loss, -objective, entropy, k1, k3, clipped)]
+
+
+@pytest.mark.parametrize("norm_adv", [True, False])
+@pytest.mark.parametrize("clip_vloss", [True, False])
+def test_the_loss_equals_the_papers_sample_by_sample(norm_adv, clip_vloss):
+    g = torch.Generator().manual_seed(0)
+    args = Args(norm_adv=norm_adv, clip_vloss=clip_vloss, ent_coef=0.3, vf_coef=0.7)
+    log_probs = torch.randn(64, 5, generator=g).log_softmax(1)
+    actions = torch.randint(0, 5, (64,), generator=g)
+    logprobs = log_probs.gather(1, actions[:, None]).flatten() + 0.2 * torch.randn(64, generator=g)
+    newvalue, advantages, returns = (torch.randn(64, generator=g) for _ in range(3))
+    values = newvalue + 0.2 * torch.randn(64, generator=g)
+    inputs = (log_probs, newvalue, actions, logprobs, advantages, returns, values)
+
+    loss, stats = ppo_atari.ppo_loss(args, *inputs)
+
+    expected_loss, expected_stats = slow_ppo_loss(args, *(x.tolist() for x in inputs))
+    assert loss.item() == pytest.approx(expected_loss, abs=1e-5)
+    assert stats.tolist() == pytest.approx(expected_stats, abs=1e-5)
+    assert 0.1 < stats[ppo_atari.LOSSES.index("clipfrac")] < 0.9  # both sides of the range were met
 
 
 def test_rewards_are_clipped_for_learning_only(tmp_path, monkeypatch):
@@ -163,13 +226,24 @@ def test_frames_reach_the_network_channels_last():
     np.testing.assert_array_equal(ppo_atari.channels_last(frames).numpy(), frames.transpose(0, 2, 3, 1))
 
 
+ONE_SAMPLE = ["--num-envs", "1", "--num-steps", "1", "--num-minibatches", "1"]
 BAD = {
     "an unknown flag": (["--learnig-rate", "1"], "--learning-rate"),
     "a stray word": (["fast"], "fast"),
     "a missing value": (["--seed"], "--seed"),
     "a word for a number": (["--num-envs", "eight"], "--num-envs"),
     "an unknown choice": (["--amp-dtype", "fp8"], "'auto', 'bf16', 'fp16', 'fp32'"),
-    "a switch that is neither true nor false": (["--amp", "maybe"], "maybe"),
+    "a switch that is neither true nor false": (["--amp", "maybe"], "write --amp or --no-amp"),
+    "a switch denied twice": (["--no-amp", "False"], "write --amp or --no-amp"),
+    "a dtype without its switch": (["--amp-dtype", "bf16"], "--amp"),
+    "a seed that torch cannot hold": (["--seed", str(2**64)], "must be 0 to 2^63 - 1"),
+    "a batch of one": (
+        ["--num-envs", "1", "--num-steps", "1", "--num-minibatches", "1", "--no-norm-adv"],
+        "no variance",
+    ),
+    "a name that no file system takes": (["--run-name", "x" * 300], "at most 200"),
+    "a line feed": (["--env-id", "a\nb"], "--env-id a b"),
+    "more emulators than memory": (["--num-envs", "9000000", "--num-steps", "1", "--num-minibatches", "1"], "GB"),
     "an unknown game": (["--env-id", "BreakoutNoFrameskip-v9"], "did you mean BreakoutNoFrameskip-v4"),
     "another kind of environment": (["--env-id", "CartPole-v1"], "not an Atari game"),
     "a random frame skip": (["--env-id", "Pong-v4"], "PongNoFrameskip-v4"),
@@ -180,7 +254,7 @@ BAD = {
     "no steps": (["--total-timesteps", "0"], "must be positive"),
     "no environments": (["--num-envs", "0"], "--num-envs 0: must be positive"),
     "a negative number": (["--num-steps", "-5"], "--num-steps -5: must be positive"),
-    "a negative seed": (["--seed", "-1"], "must not be negative"),
+    "a negative seed": (["--seed", "-1"], "must be 0 to 2^63 - 1"),
     "no epochs": (["--update-epochs", "0"], "must be positive"),
     "a negative rate": (["--learning-rate", "-1e-4"], "must be positive"),
     "a discount above one": (["--gamma", "1.5"], "must be 0 to 1"),
@@ -208,6 +282,14 @@ def test_bad_input_gets_one_line_and_status_2_and_leaves_nothing(case, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_line_itself_refuses_in_one_line(tmp_path):
+    done = run_script("ppo_atari.py", "--env-id", "Breakout-v4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_runs_folder_that_cannot_be_made(tmp_path, main_guard):
     (tmp_path / "file").write_text("")
     status, _, err = main_guard(ppo_atari, "--runs-dir", str(tmp_path / "file"))
@@ -222,6 +304,7 @@ def test_a_runs_folder_that_cannot_be_made(tmp_path, main_guard):
         (["--amp", "--no-anneal-lr"], True, False),
         (["--amp", "True", "--anneal-lr", "False"], True, False),
         (["--amp=true", "--anneal_lr=false"], True, False),
+        (["--no-amp", "--no-anneal_lr"], False, False),
         (["--amp", "--anneal-lr", "--seed", "3"], True, True),
         ([], False, True),
     ],
