@@ -220,8 +220,11 @@ def channels_last(frames: np.ndarray) -> torch.Tensor:
 def train(args: Args) -> dict[str, Any]:
     """Train one agent and return what stands in summary.json.
 
+    Seeds torch's generators, which the whole process shares: one run at a time is repeatable.
+
     Raises:
         UsageError: see `Args.check`, `choose_device`, `atari_settings` and `Run`.
+        FloatingPointError: the losses became infinite or NaN.
     """
     args.check()
     device = choose_device(args.device)
@@ -247,10 +250,11 @@ def train(args: Args) -> dict[str, Any]:
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari")
-    with Run(args.runs_dir, run_name, args.total_timesteps, config, device) as run:
+    total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
+    with Run(args.runs_dir, run_name, total_timesteps, config, device) as run:
         run.terminal.line(amp.note)
         global_step = updates = 0
-        while global_step + args.batch_size <= args.total_timesteps and not run.reached(args.stop_at_return):
+        while global_step < total_timesteps and not run.reached(args.stop_at_return):
             frac = 1.0 - global_step / args.total_timesteps if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
@@ -317,6 +321,8 @@ def train(args: Args) -> dict[str, Any]:
 
             # --- logging
             scalars = {f"losses/{name}": x for name, x in zip(LOSSES, (losses / num_losses).tolist(), strict=True)}
+            if not np.isfinite(list(scalars.values())).all():
+                raise FloatingPointError(f"losses are not finite at step {global_step}: try a lower --learning-rate")
             scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.lap("learning")

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import math
 import re
 import sys
 from collections import deque
@@ -47,11 +46,12 @@ class SharedArgs:
         """Raise `UsageError` for values that no run can have. Scripts add their own and call this one."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{flag(field.name)} {value}: must be a finite number")
+            if isinstance(value, float) and not abs(value) < FLOAT32_MAX:
+                raise UsageError(f"{flag(field.name)} {value}: must be a finite number that float32 can hold")
         self.require("seed", 0 <= self.seed < 2**63, "must be 0 to 2^63 - 1")
         self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
         self.require("total_timesteps", self.total_timesteps > 0, "must be positive")
+        self.require("runs_dir", self.runs_dir != "", "must name a folder")
         if self.run_name is not None:
             ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", self.run_name) is not None
             self.require("run_name", ok, "must be one folder name of at most 200 letters, digits and _ . + -")
@@ -60,6 +60,8 @@ class SharedArgs:
         if not condition:
             raise UsageError(f"{flag(name)} {getattr(self, name)}: {reason}")
 
+
+FLOAT32_MAX = 3.4e38
 
 # Flags that leave the result as it is, or stand in the run's name by themselves.
 NOT_HASHED = {"env_id", "seed", "device", "run_name", "runs_dir"}
@@ -103,7 +105,9 @@ def parse(args_class: type[ArgsT], argv: Sequence[str], description: str) -> Arg
             raise
         lines = [line for line in printed.getvalue().splitlines() if not line.startswith("╭")]
         text = " ".join(re.sub(r"[─-╿]+", " ", " ".join(lines)).split())  # without the box it is drawn in
-        raise UsageError(re.sub(r" ?For full helptext.*", "; see --help", text)) from None
+        text = re.sub(r" ?(Argument helptext|For full helptext).*", "", text)
+        text = re.sub(r" Perhaps you meant: (--[a-z-]+).*", r"; did you mean \1?", text)
+        raise UsageError(f"{text.removeprefix('Error parsing ')}; see --help") from None
 
 
 def obey_true_and_false(args_class: type, argv: Sequence[str]) -> list[str]:
@@ -118,16 +122,17 @@ def obey_true_and_false(args_class: type, argv: Sequence[str]) -> list[str]:
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
+        value = value if equals else None
         name = name.replace("_", "-")
         switch = name.replace("--no-", "--", 1)
         if switch not in switches:
             result.append(word)
             continue
-        if not equals and words and not words[0].startswith("-"):
+        if value is None and words and not words[0].startswith("-"):
             value = words.popleft()
-        if value.lower() not in ("", "true", "false") or (value and name != switch):
+        if value is not None and (value.lower() not in ("true", "false") or name != switch):
             raise UsageError(f"{name} {value}: write {switch} or --no-{switch[2:]}")
-        result.append(f"--no-{switch[2:]}" if value.lower() == "false" else name)
+        result.append(f"--no-{switch[2:]}" if value is not None and value.lower() == "false" else name)
     return result
 
 
@@ -138,6 +143,9 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
     except UsageError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except FloatingPointError as error:
+        print("error:", error, file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(1)

@@ -74,7 +74,7 @@ def unknown_id(env_id: str, error: Exception) -> str:
     by_lower = {name.lower(): name for name in usable}
     close = difflib.get_close_matches(env_id.lower(), by_lower, n=3, cutoff=0.5)
     if not close:
-        return " ".join(str(error).split())
+        return f"{error} Ids look like BreakoutNoFrameskip-v4 or ALE/Breakout-v5"
     return f"unknown; did you mean {' or '.join(by_lower[name] for name in close)}?"
 
 

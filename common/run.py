@@ -278,12 +278,16 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     `durable`: it is on the disk when this returns, and survives a loss of power.
     """
     beside = path.with_name(path.name + ".tmp")
-    with open(beside, "wb") as file:
-        yield file
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        with open(beside, "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)  # on a full disk its space is needed
+        raise
     if durable:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)

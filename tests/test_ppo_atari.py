@@ -56,7 +56,7 @@ def test_the_command_line_trains_finishes_games_and_logs_every_tag(tmp_path):
     assert config["env"]["repeat_action_probability"] == 0.0
     assert config["machine"]["packages"]["torch"] == torch.__version__
     assert json.loads((run_dir / "status.json").read_text())["phase"] == "complete"
-    assert "step 2,048/2,500" in done.stdout
+    assert "step 2,048/2,048 (100.0%)" in done.stdout
 
     weights = torch.load(run_dir / "agent.pt", weights_only=True)
     Agent(4).load_state_dict(weights)
@@ -200,6 +200,16 @@ def test_no_annealing_keeps_the_learning_rate(tmp_path):
     assert rates == [pytest.approx(2.5e-4)] * 2
 
 
+def test_a_policy_that_diverges_ends_with_one_line_and_status_1(tmp_path, monkeypatch, main_guard):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--num-envs", "2", "--num-steps", "16", "--total-timesteps", "64"]
+    status, _, err = main_guard(ppo_atari, "--learning-rate", "1e30", "--run-name", "diverged", *sizes)
+    assert status == 1
+    assert err == "error: losses are not finite at step 32: try a lower --learning-rate\n"
+    assert json.loads((tmp_path / "runs" / "diverged" / "status.json").read_text())["phase"] == "failed"
+    assert not (tmp_path / "runs" / "diverged" / "agent.pt").exists()
+
+
 def test_stops_at_a_return(tmp_path, monkeypatch):
     short_games(monkeypatch, frames=20)
     summary = train(tmp_path, "stop", num_envs=8, total_timesteps=1_000_000, update_epochs=1, stop_at_return=0.0)
@@ -228,7 +238,7 @@ def test_frames_reach_the_network_channels_last():
 
 ONE_SAMPLE = ["--num-envs", "1", "--num-steps", "1", "--num-minibatches", "1"]
 BAD = {
-    "an unknown flag": (["--learnig-rate", "1"], "--learning-rate"),
+    "an unknown flag": (["--learnig-rate", "1"], "--learnig-rate, 1; did you mean --learning-rate?"),
     "a stray word": (["fast"], "fast"),
     "a missing value": (["--seed"], "--seed"),
     "a word for a number": (["--num-envs", "eight"], "--num-envs"),
@@ -260,6 +270,10 @@ BAD = {
     "a discount above one": (["--gamma", "1.5"], "must be 0 to 1"),
     "not a number": (["--ent-coef", "nan"], "finite"),
     "a negative target": (["--target-kl", "-0.1"], "must be positive"),
+    "more than float32 holds": (["--clip-coef", "1e300"], "float32"),
+    "a switch with nothing after its sign": (["--amp="], "write --amp or --no-amp"),
+    "a word after a switch's value": (["--amp", "True", "False"], "False"),
+    "a folder without a name": (["--runs-dir", ""], "must name a folder"),
     "a device that is not there": (["--device", "cuda:77"], "--device cuda:77"),
     "a device that is none": (["--device", "tpu"], "must be auto, cpu, cuda or cuda:N"),
     "a run name that leaves the folder": (["--run-name", "../x"], "one folder name"),

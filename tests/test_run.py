@@ -230,7 +230,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
+    with pytest.raises(OSError, match="full"), common.run.replacing(path):
+        raise OSError("full")
     assert json.loads(path.read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
 class Hung:
