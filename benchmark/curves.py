@@ -1,6 +1,6 @@
 """Draw return against agent steps for runs, read from their event files.
 
-    python benchmark/curves.py runs/BreakoutNoFrameskip-v4__ppo_atari__1 --reference benchmark/cleanrl_breakout.csv
+    python benchmark/curves.py runs/BREAKOUT_RUN --reference benchmark/results/CleanRL_ppo_atari.csv
 
 Each point is the mean return of the games that ended in one window of steps. A reference is a CSV file of such points.
 """

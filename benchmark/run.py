@@ -37,7 +37,21 @@ def run(command: list[str], cwd: Path) -> str:
 
 
 def measure_ours(steps: int, folder: Path) -> dict:
-    run(["ppo_atari.py", *FLAGS, "--total-timesteps", str(steps), "--run-name", "ours", "--runs-dir", "."], folder)
+    run(
+        [
+            "ppo_atari.py",
+            *FLAGS,
+            "--device",
+            "cpu",
+            "--total-timesteps",
+            str(steps),
+            "--run-name",
+            "ours",
+            "--runs-dir",
+            ".",
+        ],
+        folder,
+    )
     return json.loads((folder / "ours" / "summary.json").read_text())
 
 
