@@ -103,8 +103,9 @@ def parse(args_class: type[ArgsT], argv: Sequence[str], description: str) -> Arg
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
             raise
-        lines = [line for line in printed.getvalue().splitlines() if not line.startswith("╭")]
-        text = " ".join(re.sub(r"[─-╿]+", " ", " ".join(lines)).split())  # without the box it is drawn in
+        # tyro draws a box, of ASCII where the terminal has no other characters, with a title in its first line
+        lines = printed.getvalue().strip().splitlines()[1:]
+        text = " ".join(re.sub(r"[─-╿]+|-{5,}", " ", " ".join(lines)).split())
         text = re.sub(r" ?(Argument helptext|For full helptext).*", "", text)
         text = re.sub(r" Perhaps you meant: (--[a-z-]+).*", r"; did you mean \1?", text)
         raise UsageError(f"{text.removeprefix('Error parsing ')}; see --help") from None

@@ -304,6 +304,13 @@ def test_the_command_line_itself_refuses_in_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_mistyped_flag_is_named_with_the_right_one_on_every_terminal(tmp_path, monkeypatch, encoding):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = run_script("ppo_atari.py", "--learnig-rate", "1", cwd=tmp_path)
+    assert done.stderr == "error: Unrecognized options: --learnig-rate, 1; did you mean --learning-rate?; see --help\n"
+
+
 def test_a_runs_folder_that_cannot_be_made(tmp_path, main_guard):
     (tmp_path / "file").write_text("")
     status, _, err = main_guard(ppo_atari, "--runs-dir", str(tmp_path / "file"))
