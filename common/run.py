@@ -313,9 +313,10 @@ def peak_memory_mib() -> float:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Versions, git revision, processor and threads, for config.json."""
-    packages = ("torch", "gymnasium", "ale-py", "numpy", "tensorboard")
+    packages = ("gymnasium", "ale-py", "numpy", "tensorboard")
     return {
-        "packages": {name: importlib.metadata.version(name) for name in packages},
+        # torch's own word names its build too: cpu, cu130
+        "packages": {"torch": torch.__version__, **{name: importlib.metadata.version(name) for name in packages}},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu_model(),
