@@ -63,7 +63,8 @@ class Run:
             rows = "".join(f"|{key}|{value}|\n" for key, value in config["args"].items())
             self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
         except BaseException as error:
-            abandon(self.dir, self._lock)
+            shutil.rmtree(self.dir, ignore_errors=True)  # claimed empty
+            os.close(self._lock)
             if isinstance(error, OSError):
                 raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
             raise
@@ -212,7 +213,9 @@ def claim(folder: Path) -> int:
         os.close(lock)
         raise UsageError(f"{folder} is in use by {f'process {owner}' if owner else 'another process'}") from None
     except OSError as error:
-        abandon(folder, lock)
+        if len(list(folder.iterdir())) == 1:  # nothing but the lock: ours
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
         raise UsageError(f"--runs-dir: no locks on the file system of {folder}: {error.strerror}") from None
     if len(list(folder.iterdir())) > 1:
         os.close(lock)
@@ -220,12 +223,6 @@ def claim(folder: Path) -> int:
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
     return lock
-
-
-def abandon(folder: Path, lock: int) -> None:
-    """Give up a folder that this process has just made."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
 
 
 class Terminal:

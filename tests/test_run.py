@@ -73,6 +73,20 @@ def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_finished_run_outlives_a_file_system_that_lost_its_locks(tmp_path, monkeypatch):
+    with make_run(tmp_path) as run:
+        run.finish({})
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+
+    def unsupported(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(common.run.fcntl, "flock", unsupported)
+    with pytest.raises(UsageError, match="no locks on the file system"):
+        make_run(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+
+
 def test_of_many_starts_at_once_exactly_one_gets_the_folder(tmp_path):
     code = HOLDER.format(root=str(ROOT), runs=str(tmp_path))
     starts = [
