@@ -98,6 +98,8 @@ def main() -> None:
     figures = {f"{name}_sps": spread([one[name]["sps"] for one in rounds]) for name in sorted(rounds[0])}
     for name in sorted(rounds[0].keys() - {"ours"}):
         figures[f"ours_over_{name}"] = spread([a / one[name]["sps"] for a, one in zip(ours, rounds, strict=True)])
+    in_turn = [a / one["floor"]["sps_in_turn"] for a, one in zip(ours, rounds, strict=True)]
+    figures["ours_over_floor_in_turn"] = spread(in_turn)
     figures["ours_peak_memory_mib"] = spread([one["ours"]["peak_memory_mib"] for one in rounds])
     args.json.parent.mkdir(parents=True, exist_ok=True)
     machine = describe_machine(torch.device("cpu"))

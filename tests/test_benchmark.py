@@ -68,6 +68,8 @@ def test_the_benchmark_measures_prints_its_commands_and_writes_json(tmp_path):
     figures = result["figures"]
     assert figures["ours_over_sb3"]["median"] == pytest.approx(one["ours"]["sps"] / one["sb3"]["sps"])
     assert figures["ours_over_floor"]["median"] == pytest.approx(one["ours"]["sps"] / one["floor"]["sps"])
+    in_turn = one["ours"]["sps"] / one["floor"]["sps_in_turn"]
+    assert figures["ours_over_floor_in_turn"]["median"] == pytest.approx(in_turn)
     assert result["machine"]["cores"] >= 1
 
 
