@@ -4,14 +4,18 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347: the clipped objective (e
 bonus (eq. 9), advantages by GAE (eq. 11, 12; Schulman et al. 2016, https://arxiv.org/abs/1506.02438). Network and
 preprocessing of Mnih et al. 2015. Flags, defaults and TensorBoard tags are those of CleanRL's ppo_atari.py.
 
+Stopped anywhere, any number of times, the same command ends with the weights of a run that was never stopped: a
+checkpoint holds the state of everything in `state`, as it was at the beginning of an iteration.
+
 Deviations from CleanRL: a truncated game bootstraps from the value of its true last observation; FIRE is not pressed
 for the agent after a lost life; stacks start with zeros after a reset; logged losses are means over all minibatches.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
+import common.preemption  # isort: skip  (first: signals count from here on)
 import common.cpu  # noqa: F401  isort: skip  (has to come before torch)
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,8 +24,10 @@ import torch.nn.functional as F
 
 from common.amp import Amp
 from common.args import SharedArgs, default_run_name, run_script
+from common.checkpoint import Checkpoints, Rng
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.preemption import StopSignals
 from common.run import Run
 
 
@@ -61,6 +67,8 @@ class Args(SharedArgs):
     """largest norm of all gradients together"""
     target_kl: float | None = None
     """stop the epochs of an update when the approximate KL divergence exceeds this"""
+
+    FIXED: ClassVar = (*SharedArgs.FIXED, "num_envs", "num_steps")
 
     @property
     def batch_size(self) -> int:
@@ -223,8 +231,10 @@ def train(args: Args) -> dict[str, Any]:
     Seeds torch's generators, which the whole process shares: one run at a time is repeatable.
 
     Raises:
-        UsageError: see `Args.check`, `choose_device`, `atari_settings` and `Run`.
-        FloatingPointError: the losses became infinite or NaN.
+        UsageError: see `Args.check`, `choose_device`, `atari_settings`, `Run` and `Checkpoints`.
+        Interrupted: a signal came, and a checkpoint is saved.
+        FloatingPointError: losses or weights became infinite or NaN.
+        SaveError: the end could not be saved.
     """
     args.check()
     device = choose_device(args.device)
@@ -236,8 +246,8 @@ def train(args: Args) -> dict[str, Any]:
     envs = AtariEnvs(args.env_id, args.num_envs)
     monitor = Monitor(device)
 
-    torch.manual_seed(args.seed)
-    frames, _ = envs.reset(seed=args.seed)
+    rng = Rng(args.seed, device)
+    envs.reset(seed=args.seed)
     agent = Agent(envs.single_action_space.n).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 
@@ -251,17 +261,23 @@ def train(args: Args) -> dict[str, Any]:
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
-    with Run(args.runs_dir, run_name, total_timesteps, config, device) as run:
+    with StopSignals() as signals, Run(args, "ppo_atari", run_name, total_timesteps, config) as run:
+        if run.complete:
+            return run.summary()
+        progress = run.progress
+        state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
+        checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
-        global_step = updates = 0
-        while global_step < total_timesteps and not run.reached(args.stop_at_return):
-            frac = 1.0 - global_step / args.total_timesteps if args.anneal_lr else 1.0
+        while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
+            checkpoints.boundary()
+            frac = 1.0 - progress.global_step / args.total_timesteps if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 
             # --- rollout
             run.set_phase("rollout")
-            obs[0].copy_(channels_last(frames))
+            obs[0].copy_(channels_last(envs.obs))
             for step in range(args.num_steps):
+                checkpoints.stop_if_asked()
                 with torch.no_grad(), amp.autocast():
                     log_probs, value = agent(obs[step])
                     action = log_probs.exp().multinomial(1)
@@ -280,9 +296,9 @@ def train(args: Args) -> dict[str, Any]:
                         final_values[step] = agent(channels_last(info["final_obs"]).to(device))[1]
                 rewards[step] = torch.from_numpy(np.sign(reward))
                 terminations[step], truncations[step] = torch.from_numpy(terminated), torch.from_numpy(truncated)
-                global_step += args.num_envs
-                run.log_episodes(info, global_step)
-                run.tick(global_step)
+                progress.global_step += args.num_envs
+                run.log_episodes(info)
+                run.tick()
                 run.lap("environment")
 
             # --- advantages
@@ -300,11 +316,13 @@ def train(args: Args) -> dict[str, Any]:
             num_losses = 0
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):
+                    checkpoints.stop_if_asked()
                     with amp.autocast():
                         log_probs, newvalue = agent(b_obs.index_select(0, mb_inds))  # b_obs[mb_inds] copies slower
                     stored = (x[mb_inds] for x in (b_actions, b_logprobs, b_advantages, b_returns, b_values))
                     loss, stats = ppo_loss(args, log_probs, newvalue, *stored)
 
+                    checkpoints.stop_if_asked()  # a large minibatch takes seconds
                     optimizer.zero_grad()
                     amp.scaler.scale(loss).backward()
                     amp.scaler.unscale_(optimizer)
@@ -314,23 +332,26 @@ def train(args: Args) -> dict[str, Any]:
 
                     losses += stats
                     num_losses += 1
-                    run.tick(global_step)
+                    run.tick()
                 if args.target_kl is not None and stats[LOSSES.index("approx_kl")] > args.target_kl:
                     break
-            updates += num_losses
+            progress.updates += num_losses
 
             # --- logging
             scalars = {f"losses/{name}": x for name, x in zip(LOSSES, (losses / num_losses).tolist(), strict=True)}
             if not np.isfinite(list(scalars.values())).all():
-                raise FloatingPointError(f"losses are not finite at step {global_step}: try a lower --learning-rate")
+                raise FloatingPointError(
+                    f"losses are not finite at step {progress.global_step}: try a lower --learning-rate"
+                )
             scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.lap("learning")
-            run.log_iteration({**scalars, **monitor.scalars()}, global_step)
+            run.log_iteration(scalars, timed=monitor.scalars())
 
+        checkpoints.finish()
         envs.close()
         run.save("agent.pt", agent.state_dict())
-        return run.finish(dict(updates=updates, **scalars))
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from common.run import describe_machine, write_json  # noqa: E402
+from common.files import write_json  # noqa: E402
+from common.run import describe_machine  # noqa: E402
 
 FLAGS = ["--env-id", "BreakoutNoFrameskip-v4"]
 

@@ -2,6 +2,7 @@
 
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,15 @@ class Amp:
         name = "fp32" if not enabled else dtype if dtype != "auto" else self._choose(device)
         self.dtype = DTYPES[name]
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the loss scaler; empty where it is off."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A run may go on with the scaler switched on or off: it begins as a new one then."""
+        if state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)
 
     def _choose(self, device: torch.device) -> str:
         if device.type == "cuda":

@@ -5,16 +5,18 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from common.errors import UsageError
+from common.errors import Interrupted, SaveError, UsageError
 
 
 @dataclass
@@ -35,12 +37,28 @@ class SharedArgs:
     """bit-identical results, on CUDA too"""
     tf32: bool = True
     """TF32 matrix products and convolutions on GPUs that have them"""
+    resume: str = "auto"
+    """auto: go on where an earlier process of this run stopped; never: set its folder aside and start afresh; or a
+    checkpoint or run folder to begin from"""
+    checkpoint_minutes: float = 5.0
+    """minutes between two checkpoints; 0: only at the start, at the end and when interrupted"""
+    keep_checkpoints: int = 2
+    """how many of the newest to keep"""
+    keep_every: int | None = None
+    """agent steps after which one more checkpoint is kept for good"""
     stop_at_return: float | None = None
     """stop, complete, when the mean return of the last 100 games reaches this"""
     run_name: str | None = None
     """folder below runs-dir; by default derived from the flags that change the result"""
     runs_dir: str = "runs"
     """folder of all runs"""
+
+    # result-changing flags that a checkpoint can't go on with when they change
+    FIXED: ClassVar[tuple[str, ...]] = ("env_id", "seed")
+
+    def result_flags(self) -> dict[str, Any]:
+        """The flags that change the result."""
+        return {name: value for name, value in vars(self).items() if name not in RESULT_STAYS}
 
     def check(self) -> None:
         """Raise `UsageError` for values that no run can have. Scripts add their own and call this one."""
@@ -52,6 +70,11 @@ class SharedArgs:
         self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
         self.require("total_timesteps", self.total_timesteps > 0, "must be positive")
         self.require("runs_dir", self.runs_dir != "", "must name a folder")
+        self.require("checkpoint_minutes", self.checkpoint_minutes >= 0, "must not be negative")
+        self.require("keep_checkpoints", self.keep_checkpoints > 0, "must be positive")
+        self.require("keep_every", self.keep_every is None or self.keep_every > 0, "must be positive")
+        there = self.resume in ("auto", "never") or (self.resume != "" and Path(self.resume).exists())
+        self.require("resume", there, "must be auto, never, or a checkpoint or run folder that is there")
         if self.run_name is not None:
             ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", self.run_name) is not None
             self.require("run_name", ok, "must be one folder name of at most 200 letters, digits and _ . + -")
@@ -63,8 +86,9 @@ class SharedArgs:
 
 FLOAT32_MAX = 3.4e38
 
-# Flags that leave the result as it is, or stand in the run's name by themselves.
-NOT_HASHED = {"env_id", "seed", "device", "run_name", "runs_dir"}
+# Flags that leave the result as it is.
+RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
+IN_THE_NAME = {"env_id", "seed"}
 
 
 def flag(name: str) -> str:
@@ -79,7 +103,7 @@ def default_run_name(args: SharedArgs, script: str) -> str:
     changed = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(args)
-        if field.name not in NOT_HASHED and getattr(args, field.name) != field.default
+        if field.name not in RESULT_STAYS | IN_THE_NAME and getattr(args, field.name) != field.default
     }
     name = f"{args.env_id.replace('/', '-')}__{script}__{args.seed}"
     if not changed:
@@ -144,9 +168,8 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
     except UsageError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
-    except FloatingPointError as error:
+    except Interrupted:
+        sys.exit(os.EX_TEMPFAIL)
+    except (FloatingPointError, SaveError) as error:
         print("error:", error, file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
         sys.exit(1)

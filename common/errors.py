@@ -1,5 +1,13 @@
-"""The one exception that all of the project shares."""
+"""Errors that a script turns into one line and an exit status."""
 
 
-class UsageError(ValueError):
-    """Bad input, in one line that names the flag. A command line ends with it and status 2."""
+class UsageError(Exception):
+    """Refused before anything started: one line on stderr, exit status 2."""
+
+
+class Interrupted(Exception):
+    """Stopped by a signal, a good checkpoint is on the disk: one line, exit status 75 (EX_TEMPFAIL of sysexits.h)."""
+
+
+class SaveError(Exception):
+    """The end of a run could not be saved: one line, exit status 1."""

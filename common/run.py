@@ -3,26 +3,31 @@
 import contextlib
 import fcntl
 import importlib.metadata
-import json
-import math
+import io
+import itertools
 import os
 import platform
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar, text
 
-from common.errors import UsageError
+from common.errors import Interrupted, UsageError
+from common.files import read_json, replacing, write_json
 
 # seconds
 HEARTBEAT = 5.0  # between two status.json
@@ -30,58 +35,238 @@ TERMINAL_LINE = 0.5  # between two changes of the progress line
 PLAIN_LINE = 10.0  # between two lines where there is no terminal
 
 
+@dataclass
+class Progress:
+    """How far a run has come. All of it is saved, and none of it measures the clock."""
+
+    global_step: int = 0  # agent steps, all environments together
+    updates: int = 0  # minibatches
+    games: int = 0
+    returns: deque[float] = field(default_factory=lambda: deque(maxlen=100))  # of the last games
+    scalars: dict[str, float] = field(default_factory=dict)  # of the last iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "returns": list(self.returns), "scalars": dict(self.scalars)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, returns=deque(state["returns"], maxlen=100), scalars=dict(state["scalars"]))
+
+
+class Clock:
+    """Seconds that all processes of a run have lived, also those that were killed and whose work was done again.
+
+    The time between a process's end and the next one's start is in none of them.
+    """
+
+    def __init__(self) -> None:
+        self.before = 0.0
+        self.since = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self.since
+
+    def state_dict(self) -> dict[str, float]:
+        return {"seconds": self.seconds()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.before = max(self.before, state["seconds"])  # the heartbeat knows of later times than the checkpoint
+
+
+class Events:
+    """TensorBoard's curves of one run over any number of processes, each of which writes one file.
+
+    A new file begins with the step from which points of earlier files are hidden: readers then see the curves of a run
+    that was never stopped. What a full disk refuses is kept and written when there is room.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path: Path | None = None
+        self.restore_note = ""
+        self._descriptor: int | None = None
+        self._pending = io.BytesIO()  # records that are not in the file yet
+        self._records = RecordWriter(self._pending)
+
+    def open(self, purge_step: int) -> None:
+        """Begin a file, which hides earlier points from `purge_step` on.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        # Readers take files in the order of their names, which begin with the time; clocks of machines differ.
+        others = [int(path.name.split(".")[3]) for path in self.folder.glob("events.out.tfevents.*")]
+        when = max([int(time.time()), *(other + 1 for other in others)])
+        self.path = self.folder / f"events.out.tfevents.{when:010d}.{socket.gethostname()}.{os.getpid()}"
+        self._descriptor = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+        self._write(file_version="brain.Event:2")
+        self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def _write(self, **what: Any) -> None:
+        self._records.write(Event(wall_time=time.time(), **what).SerializeToString())
+
+    def add_text(self, tag: str, words: str) -> None:
+        self._write(summary=text(tag, words))
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        self._write(summary=scalar(tag, value), step=step)
+
+    def flush(self, durable: bool = False) -> None:
+        """Write what is pending. `durable`: it is on the disk when this returns.
+
+        Raises:
+            OSError: the rest is still pending.
+        """
+        rest = self._pending.getvalue()
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        finally:
+            self._pending.seek(0)
+            self._pending.truncate()
+            self._pending.write(rest)
+        if durable:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                self.flush()
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position up to which this process has written."""
+        return {"file": self.path.name, "bytes": self.path.stat().st_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        path = self.folder / state["file"]
+        size = path.stat().st_size if path.exists() else 0
+        if size < state["bytes"]:
+            self.restore_note = f"the tail of {path} is lost: {size} of {state['bytes']} bytes are there"
+
+
 class Run:
     """The run folder `<runs_dir>/<name>` and everything that is written there.
 
-    Use as a context manager around the whole of training. An exception inside leaves `status.json` with phase
-    `failed`; one in `__init__` leaves no folder.
+    Creating it takes the folder's lock and changes nothing else; `start` writes the first files. Use as a context
+    manager around the whole of training. An exception inside leaves `status.json` with phase `failed`, or
+    `interrupted`, and one before `start` leaves no folder that was not there before.
+
+    Attributes:
+        complete: the run ended in an earlier process; `summary()` has its results.
+        had_checkpoint: an earlier process saved one.
+        progress, clock, events: owners of state.
 
     Raises:
-        UsageError: the folder is in use by another process, exists already, or cannot be written.
+        UsageError: the folder is in use by another process, is something else than a run of this script, or cannot be
+            made.
     """
 
-    def __init__(
-        self, runs_dir: str, name: str, total_timesteps: int, config: dict[str, Any], device: torch.device
-    ) -> None:
-        self.dir = Path(runs_dir) / name
+    def __init__(self, args: Any, script: str, name: str, total_timesteps: int, config: dict[str, Any]) -> None:
+        self.args, self.script = args, script
+        self.dir = Path(args.runs_dir) / name
         self.total_timesteps = total_timesteps
-        self.returns: deque[float] = deque(maxlen=100)
-        self.games = 0
-        self.global_step = 0
+        self.progress, self.clock, self.events = Progress(), Clock(), Events(self.dir)
+        self.terminal = Terminal()
         self.sps: float | None = None
         self.phase = "start"
-        self.started = self._lap_time = time.perf_counter()
+        self.last_checkpoint: Path | None = None
+        self.resumed_from: str | None = None
         self.laps: dict[str, float] = {}
-        self._warm: tuple[int, float] | None = None  # step and time at the end of the warm-up iteration
-        self._last_status = self._last_line = self.started
-        config = {**config, "machine": describe_machine(device)}
-        self._lock = claim(self.dir)
+        self._lap_time = self._last_status = self._last_line = time.perf_counter()
+        self._warm: tuple[int, float] | None = None  # step and time from which the speed counts
+        self._measured = False  # an iteration has ended since
+        self._started = False
+        machine = describe_machine(torch.device(config["device"]))
+        self.config = {"script": script, **config, "machine": machine}
+        # what the bits of a result depend on, besides the flags
+        bits = ("packages", "python", "cpu", "cpu_capability", "torch_threads", "gpu", "cuda", "git_revision")
+        self.machine = {key: machine[key] for key in bits} | {
+            "device": torch.device(config["device"]).type,
+            "amp_dtype": config["amp_dtype"],
+        }
+        self._lock, self._new = claim(self.dir, set_aside=args.resume == "never")
         try:
-            write_json(self.dir / "config.json", config)
-            self.write_status()
-            self.writer = SummaryWriter(str(self.dir))
-            rows = "".join(f"|{key}|{value}|\n" for key, value in config["args"].items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-        except BaseException as error:
-            shutil.rmtree(self.dir, ignore_errors=True)  # claimed empty
+            self._refuse_another_run(read_json(self.dir / "config.json"))
+        except UsageError:
             os.close(self._lock)
-            if isinstance(error, OSError):
-                raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
             raise
-        self.terminal = Terminal()
-        self.terminal.line(f"run {self.dir}")
+        status = read_json(self.dir / "status.json")
+        self.complete = (self.dir / "summary.json").exists()
+        self.had_checkpoint = status.get("last_checkpoint") is not None
+        self.clock.before = status.get("seconds") or 0.0
+
+    def _refuse_another_run(self, config: dict[str, Any]) -> None:
+        script, flags = config.get("script", self.script), config.get("args", {})
+        if script != self.script:
+            raise UsageError(f"{self.dir} is a run of {script}.py: choose another --run-name")
+        for name, value in self.args.result_flags().items():
+            if name in flags and flags[name] != value:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} {value}: {self.dir} has {flags[name]}; choose another --run-name")
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
-            if error is not None:
-                self.set_phase("failed")
-            self.terminal.end_progress()
-            self.writer.close()
+            if self._started:
+                self._stop(error)
+            elif self._new:
+                shutil.rmtree(self.dir, ignore_errors=True)  # nothing but our lock
         finally:
             os.close(self._lock)
+
+    def _stop(self, error: BaseException | None) -> None:
+        self.terminal.end_progress()
+        if isinstance(error, UsageError) and self._new and self.last_checkpoint is None:
+            self.events.close()
+            shutil.rmtree(self.dir, ignore_errors=True)
+            return
+        if isinstance(error, Interrupted):
+            self.set_phase("interrupted")
+            self.terminal.line(str(error))
+        elif error is not None:
+            self.set_phase("failed")
+            if self.last_checkpoint:
+                at = f"failed at step {self.progress.global_step:,}"
+                self.terminal.line(f"{at}: {self.last_checkpoint} is good, the same command goes on from there")
+        self.events.close()
+
+    def start(self, resumed_from: str | None = None) -> None:
+        """Write what stands at the beginning of a process.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        self.resumed_from = resumed_from
+        self._started = True
+        self.phase = "restore" if resumed_from else "start"
+        try:
+            write_json(self.dir / "config.json", self.config)
+            self.write_status()
+        except OSError as error:
+            raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
+        self.terminal.line(f"run {self.dir}")
+
+    def ready(self, note: str = "") -> None:
+        """The state is restored, or a new one is complete: open the event file, start the clocks of this process."""
+        purge_step = self.progress.global_step + 1 if self.resumed_from else 0
+        try:
+            self.events.open(purge_step)
+            if not self.resumed_from:
+                rows = "".join(f"|{key}|{value}|\n" for key, value in self.config["args"].items())
+                self.events.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+            self.events.flush()
+        except OSError as error:
+            raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
+        self.terminal.line(note)
+        self._lap_time = time.perf_counter()
+        self._warm = self.progress.global_step, self._lap_time
+
+    def restoring(self, share: float) -> None:
+        """Keep heartbeat and progress line fresh while emulators play again."""
+        self._beat(lambda: f"restoring the emulators: {share:.0%}")
 
     # ---- time
 
@@ -90,15 +275,27 @@ class Run:
         self.phase = phase
         self.write_status()
 
-    def tick(self, global_step: int) -> None:
-        """Keep heartbeat and progress line fresh. Call at each environment step and minibatch; costs a microsecond."""
-        self.global_step = global_step
+    def tick(self) -> None:
+        """Keep heartbeat, curves and progress line fresh. Call at each environment step and minibatch; costs a
+        microsecond."""
+        if self._beat(self.progress_line):
+            self._flush()
+
+    def _beat(self, line: Callable[[], str]) -> bool:
         now = time.perf_counter()
-        if now - self._last_status >= HEARTBEAT:
+        due = now - self._last_status >= HEARTBEAT
+        if due:
             self.write_status()
         if now - self._last_line >= (TERMINAL_LINE if self.terminal.is_tty else PLAIN_LINE):
             self._last_line = now
-            self.terminal.progress(self.progress_line())
+            self.terminal.progress(line())
+        return due
+
+    def _flush(self) -> None:
+        try:
+            self.events.flush()
+        except OSError as error:
+            self.terminal.line(f"cannot write curves ({error.strerror}): they are kept in memory until it works again")
 
     def lap(self, part: str) -> None:
         """Add the time since the last lap to a part of the loop (`environment`, `inference`, `learning`)."""
@@ -108,70 +305,84 @@ class Run:
 
     # ---- what happens in training
 
-    def log_episodes(self, info: dict[str, Any], global_step: int) -> None:
+    def log_episodes(self, info: dict[str, Any]) -> None:
         """Log the games that ended in one environment step, from gymnasium's `info["episode"]` layout."""
+        progress = self.progress
         for i in np.flatnonzero(info.get("_episode", ())):
             episodic_return = float(info["episode"]["r"][i])
-            self.writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-            self.writer.add_scalar("charts/episodic_length", int(info["episode"]["l"][i]), global_step)
-            self.returns.append(episodic_return)
-            self.games += 1
+            self.events.add("charts/episodic_return", episodic_return, progress.global_step)
+            self.events.add("charts/episodic_length", int(info["episode"]["l"][i]), progress.global_step)
+            progress.returns.append(episodic_return)
+            progress.games += 1
 
-    def log_iteration(self, scalars: dict[str, float], global_step: int) -> None:
+    def log_iteration(self, scalars: dict[str, float], timed: dict[str, float] | None = None) -> None:
         """Log one iteration's scalars, with the speed and the shares of wall time.
 
         The speed counts this process's agent steps over its own time; the first iteration warms up and is left out as
-        soon as there is another.
+        soon as there is another. `timed` scalars measure the machine: they are no part of the state.
         """
         now = time.perf_counter()
-        step, since = self._warm or (0, self.started)
+        global_step = self.progress.global_step
+        step, since = self._warm
         self.sps = (global_step - step) / max(now - since, 1e-9)
-        self._warm = self._warm or (global_step, now)
+        if not self._measured:
+            self._warm, self._measured = (global_step, now), True
         elapsed = sum(self.laps.values()) or 1.0
         shares = {f"time/{part}": seconds / elapsed for part, seconds in self.laps.items()}
         self.laps = {}
-        for tag, value in {**scalars, "charts/SPS": self.sps, **shares}.items():
-            self.writer.add_scalar(tag, value, global_step)
-        self.tick(global_step)
+        self.progress.scalars = scalars
+        for tag, value in {**scalars, **(timed or {}), "charts/SPS": self.sps, **shares}.items():
+            self.events.add(tag, value, global_step)
+        self._flush()
+        self.tick()
 
     def mean_return(self) -> float | None:
         """Of the last 100 games, or of all while they are fewer."""
-        return sum(self.returns) / len(self.returns) if self.returns else None
+        returns = self.progress.returns
+        return sum(returns) / len(returns) if returns else None
 
     def reached(self, stop_at_return: float | None) -> bool:
         """Whether the mean of the last 100 games, all 100 of them, reaches a return."""
-        full = len(self.returns) == self.returns.maxlen
+        full = len(self.progress.returns) == self.progress.returns.maxlen
         return stop_at_return is not None and full and self.mean_return() >= stop_at_return
 
     # ---- what others read
 
     def seconds_left(self) -> float | None:
-        return (self.total_timesteps - self.global_step) / self.sps if self.sps else None
+        return (self.total_timesteps - self.progress.global_step) / self.sps if self.sps else None
 
     def progress_line(self) -> str:
-        mean, left = self.mean_return(), self.seconds_left()
+        mean, left, step = self.mean_return(), self.seconds_left(), self.progress.global_step
         return (
-            f"step {self.global_step:,}/{self.total_timesteps:,} ({self.global_step / self.total_timesteps:.1%})"
+            f"step {step:,}/{self.total_timesteps:,} ({step / self.total_timesteps:.1%})"
             f"  return {'-' if mean is None else f'{mean:.2f}'}  SPS {f'{self.sps:,.0f}' if self.sps else '-'}"
             f"  left {'-' if left is None else duration(left)}"
         )
 
     def results(self) -> dict[str, Any]:
         return {
-            "global_step": self.global_step,
+            "global_step": self.progress.global_step,
             "total_timesteps": self.total_timesteps,
-            "games": self.games,
+            "updates": self.progress.updates,
+            "games": self.progress.games,
             "mean_return": self.mean_return(),
             "sps": self.sps,
-            "seconds": time.perf_counter() - self.started,
+            "seconds": self.clock.seconds(),
             "written_at": time.time(),
         }
 
     def write_status(self) -> None:
         """Rewrite status.json. A full disk must not end a run for its heartbeat: it goes on without."""
         self._last_status = time.perf_counter()
-        left = None if self.phase in ("complete", "failed") else self.seconds_left()
-        status = {"phase": self.phase, "pid": os.getpid(), **self.results(), "seconds_left": left}
+        training = self.phase in ("rollout", "update", "save")
+        status = {
+            "phase": self.phase,
+            "pid": os.getpid(),
+            **self.results(),
+            "seconds_left": self.seconds_left() if training else None,
+            "resumed_from": self.resumed_from,
+            "last_checkpoint": self.last_checkpoint and str(self.last_checkpoint),
+        }
         with contextlib.suppress(OSError):
             write_json(self.dir / "status.json", status, durable=False)
 
@@ -180,28 +391,37 @@ class Run:
         with replacing(self.dir / name) as file:
             torch.save({key: value.cpu() for key, value in state.items()}, file)
 
-    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Write summary.json, say the last lines, and return the summary."""
-        summary = {**self.results(), "peak_memory_mib": peak_memory_mib(), "run_dir": str(self.dir), **results}
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json, say the last lines, and return the summary. The run is complete then."""
+        peak = {"peak_memory_mib": peak_memory_mib(), "run_dir": str(self.dir)}
+        summary = {**self.results(), **peak, **self.progress.scalars}
         write_json(self.dir / "summary.json", summary)
         self.set_phase("complete")
         self.terminal.progress(self.progress_line())
         self.terminal.line(f"complete in {duration(summary['seconds'])}: {self.dir}")
         return summary
 
+    def summary(self) -> dict[str, Any]:
+        """Of a run that an earlier process completed."""
+        self.terminal.line(f"complete already: {self.dir}; --resume never sets it aside and starts afresh")
+        return read_json(self.dir / "summary.json")
 
-def claim(folder: Path) -> int:
-    """Make a run folder and take its lock, which the kernel releases when this process ends, however it ends.
+
+def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool]:
+    """Take the lock of a run folder, made if need be. The kernel releases it when this process ends, however it ends.
+
+    Args:
+        set_aside: a run that is there already is renamed, and a new folder made.
 
     Returns:
-        the lock's file descriptor.
+        the lock's file descriptor, and whether the folder is new.
 
     Raises:
-        UsageError: a process holds the folder, it holds something already, or it cannot be made or locked.
+        UsageError: a process holds the folder, it is no run's, or it cannot be made or locked.
     """
     try:
         if folder.exists() and any(folder.iterdir()) and not (folder / ".lock").exists():
-            raise UsageError(f"{folder} is there already: move it away or choose another --run-name")
+            raise UsageError(f"{folder} is there already and no run's: move it away or choose another --run-name")
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
@@ -217,12 +437,25 @@ def claim(folder: Path) -> int:
             shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         raise UsageError(f"--runs-dir: no locks on the file system of {folder}: {error.strerror}") from None
-    if len(list(folder.iterdir())) > 1:
+    try:
+        # another process may have renamed or removed the folder between open and lock
+        if os.fstat(lock).st_ino != (folder / ".lock").stat().st_ino:
+            raise FileNotFoundError
+        new = len(list(folder.iterdir())) == 1
+        if set_aside and not new:
+            others = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
+            folder.rename(next(other for other in others if not other.exists()))
+            os.close(lock)
+            return claim(folder)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+    except FileNotFoundError:
         os.close(lock)
-        raise UsageError(f"{folder} is there already: move it away or choose another --run-name")
-    os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
-    return lock
+        raise UsageError(f"{folder} is in use by another process") from None
+    except OSError as error:
+        os.close(lock)
+        raise UsageError(f"--runs-dir: cannot write into {folder}: {error.strerror}") from None
+    return lock, new
 
 
 class Terminal:
@@ -268,37 +501,6 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-@contextlib.contextmanager
-def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """Write beside, then replace: a reader sees the old file or the new one, never half of one.
-
-    `durable`: it is on the disk when this returns, and survives a loss of power.
-    """
-    beside = path.with_name(path.name + ".tmp")
-    try:
-        with open(beside, "wb") as file:
-            yield file
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)  # on a full disk its space is needed
-        raise
-    if durable:
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def write_json(path: Path, content: dict[str, Any], durable: bool = True) -> None:
-    """JSON has no NaN and no infinity: they become null."""
-    content = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in content.items()}
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    with replacing(path, durable) as file:
-        file.write(text.encode())
-
-
 def peak_memory_mib() -> float:
     """The largest resident size of this process so far (VmHWM: getrusage would count what it was before exec)."""
     with contextlib.suppress(OSError):
@@ -313,12 +515,13 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     packages = ("gymnasium", "ale-py", "numpy", "tensorboard")
     return {
         # torch's own word names its build too: cpu, cu130
-        "packages": {"torch": torch.__version__, **{name: importlib.metadata.version(name) for name in packages}},
+        "packages": {"torch": str(torch.__version__), **{name: importlib.metadata.version(name) for name in packages}},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "available_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # which of its kernels torch takes
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cuda": torch.version.cuda,

@@ -5,17 +5,21 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, run_script
 
+from common.args import SharedArgs
 from common.run import Run
+
+CONFIG = {"args": {}, "device": "cpu", "amp_dtype": ""}
 
 
 def run_with_games(runs_dir, games):
-    with Run(str(runs_dir), "a", 1000, {"args": {}}, torch.device("cpu")) as run:
+    with Run(SharedArgs(runs_dir=str(runs_dir)), "script", "a", 1000, CONFIG) as run:
+        run.start()
+        run.ready()
         for step, value in games:
-            info = {"_episode": [True], "episode": {"r": [value], "l": [3]}}
-            run.log_episodes(info, step)
+            run.progress.global_step = step
+            run.log_episodes({"_episode": [True], "episode": {"r": [value], "l": [3]}})
     return runs_dir / "a"
 
 

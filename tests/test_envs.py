@@ -94,7 +94,7 @@ def test_rewards_ends_returns_and_lengths_equal_the_bare_emulator(env_id, game, 
     num_envs, steps = 3, 60 if max_frames < 1000 else 700
     envs = AtariEnvs(env_id, num_envs, max_num_frames_per_episode=max_frames, **PLAIN)
     obs, _ = envs.reset(seed=5)
-    bare = [BareGame(game, int(seed), sticky, max_frames) for seed in envs.seeds]
+    bare = [BareGame(game, int(seed), sticky, max_frames) for seed in envs.describe()["emulator_seeds"]]
     assert len(bare[0].actions) == envs.single_action_space.n
     games = truncated_games = 0
     for actions in random_actions(envs, steps):
@@ -201,7 +201,7 @@ def test_an_id_keeps_its_own_settings(env_id, sticky):
     assert settings["repeat_action_probability"] == sticky
     assert settings["frameskip"] == 4
     assert settings["actions"] == ["NOOP", "FIRE", "RIGHT", "LEFT", "RIGHTFIRE", "LEFTFIRE"]
-    assert settings["emulator_seeds"] == emulator_seeds(1, 2).tolist()
+    assert settings["emulator_seeds"] == emulator_seeds(1, np.zeros(2, int)).tolist()
     envs.close()
 
 
@@ -246,13 +246,15 @@ def test_an_id_that_does_not_fit_is_refused_with_a_way_out(env_id, words):
 
 
 def test_environments_of_a_run_differ_and_runs_share_no_seed():
-    seeds = [emulator_seeds(seed, 64) for seed in range(30)]
+    seeds = [emulator_seeds(seed, np.zeros(64, int)) for seed in range(30)]
     flat = np.concatenate(seeds)
     assert len(set(flat.tolist())) == len(flat)
     assert flat.min() >= 0
     assert flat.max() < 2**31
-    np.testing.assert_array_equal(emulator_seeds(7, 64), seeds[7])
-    np.testing.assert_array_equal(emulator_seeds(7, 8), seeds[7][:8])  # more environments leave the first as they are
+    np.testing.assert_array_equal(emulator_seeds(7, np.zeros(64, int)), seeds[7])
+    np.testing.assert_array_equal(
+        emulator_seeds(7, np.zeros(8, int)), seeds[7][:8]
+    )  # more environments leave the first as they are
 
 
 @pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "ALE/Breakout-v5"])
@@ -297,3 +299,185 @@ def test_reset_options_are_refused():
     with pytest.raises(ValueError, match="no options"):
         envs.reset(options={"reset_mask": np.array([True])})
     envs.close()
+
+
+# ---- state
+
+
+def short_games(**overrides):
+    return {"max_num_frames_per_episode": 40, **overrides}
+
+
+STATES = {
+    "games with lives": ("BreakoutNoFrameskip-v4", 500, {}),
+    "no game ended yet": ("PongNoFrameskip-v4", 150, {}),
+    "no step yet": ("PongNoFrameskip-v4", 0, {}),
+    "sticky actions": ("ALE/Breakout-v5", 400, {}),
+    "sticky actions, reseeded": ("ALE/Breakout-v5", 2_400, short_games()),
+    "many games": ("SpaceInvadersNoFrameskip-v4", 700, short_games()),
+    "a game without FIRE": ("MsPacmanNoFrameskip-v4", 300, {}),
+}
+
+
+def assert_equal_futures(first: AtariEnvs, second: AtariEnvs, steps: int) -> int:
+    """Both play on with the same actions and return the same. Returns how many games ended."""
+    games = 0
+    for action in random_actions(first, steps, seed=7):
+        ours, theirs = first.step(action), second.step(action)
+        for x, y in zip(ours[:4], theirs[:4], strict=True):
+            np.testing.assert_array_equal(x, y)
+        assert ours[4].keys() == theirs[4].keys()
+        if "_final_obs" in ours[4]:
+            done = ours[4]["_final_obs"]
+            np.testing.assert_array_equal(ours[4]["final_obs"][done], theirs[4]["final_obs"][done])
+        if "_episode" in ours[4]:
+            games += ours[4]["_episode"].sum()
+            for key in ("r", "l"):
+                np.testing.assert_array_equal(ours[4]["episode"][key], theirs[4]["episode"][key])
+        np.testing.assert_array_equal(first.reseeds, second.reseeds)
+    return games
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_restored_emulators_play_on_as_if_nothing_had_happened(case):
+    env_id, steps, overrides = STATES[case]
+    envs = AtariEnvs(env_id, 3, **overrides)
+    envs.reset(seed=5)
+    for action in random_actions(envs, steps):
+        envs.step(action)
+    assert (envs.reseeds.max() > 0) == (case in ("sticky actions, reseeded", "many games"))
+    again = AtariEnvs(env_id, 3, **overrides)
+    again.reset(seed=9)
+    again.step(np.array([1, 1, 1]))
+    again.load_state_dict(envs.state_dict())
+    assert again.restore_note == ""
+    np.testing.assert_array_equal(again.obs, envs.obs)
+    assert_equal_futures(envs, again, 400)
+    # the restored state is as good as the first one
+    third = AtariEnvs(env_id, 3, **overrides)
+    third.load_state_dict(again.state_dict())
+    assert_equal_futures(again, third, 50)
+    for one in (envs, again, third):
+        one.close()
+
+
+def test_a_state_stays_what_it_was_while_the_games_go_on():
+    envs = AtariEnvs("BreakoutNoFrameskip-v4", 2)
+    envs.reset(seed=1)
+    for action in random_actions(envs, 50):
+        envs.step(action)
+    state = envs.state_dict()
+    before = str(state)
+    for action in random_actions(envs, 2000):
+        envs.step(action)
+    assert str(state) == before
+    envs.close()
+
+
+def test_reseeding_keeps_what_has_to_be_played_again_short():
+    for env_id, most in (("BreakoutNoFrameskip-v4", 10), ("ALE/Breakout-v5", 2_000 + 10)):
+        envs = AtariEnvs(env_id, 2, **short_games())
+        envs.reset(seed=1)
+        longest = 0
+        for action in random_actions(envs, 2_500):
+            envs.step(action)
+            longest = max(longest, envs.log.lengths().max())
+        assert longest <= most
+        assert envs.resets.max() <= 250
+        assert envs.reseeds.min() > 0
+        assert len(envs.log.rows) <= 4_096
+        envs.close()
+
+
+def test_stacks_and_statistics_begin_anew_where_a_game_is_reseeded():
+    envs = AtariEnvs("BreakoutNoFrameskip-v4", 2, **short_games())
+    envs.reset(seed=1)
+    seen = 0
+    for action in random_actions(envs, 1_200):
+        before = envs.reseeds.copy()
+        obs, _, _, truncated, info = envs.step(action)
+        for i in np.flatnonzero(envs.reseeds != before):
+            seen += 1
+            assert truncated[i]
+            assert info["_episode"][i]
+            assert info["episode"]["l"][i] <= 10
+            assert not obs[i, 0].any()  # zero-padded
+            assert info["final_obs"][i, 0].any()  # the true last observation
+            assert envs.episode_lengths[i] == 0
+    assert seen >= 4
+    envs.close()
+
+
+def test_other_emulators_begin_new_games_and_say_so():
+    envs = AtariEnvs("BreakoutNoFrameskip-v4", 2)
+    envs.reset(seed=1)
+    for action in random_actions(envs, 100):
+        envs.step(action)
+    state = envs.state_dict()
+    state["obs"] = state["obs"].clone()
+    state["obs"][1, 3, 40, 40] += 1  # what another ale-py might draw
+    again = AtariEnvs("BreakoutNoFrameskip-v4", 2)
+    again.load_state_dict(state)
+    assert again.restore_note == "the emulators play differently now: the learner is exact, games restart"
+    assert again.episode_lengths.tolist() == [0, 0]
+    assert again.reseeds.tolist() == [1, 1]
+    assert not again.obs[:, 0].any()
+    for one in (envs, again):
+        one.close()
+
+
+def test_a_log_with_an_action_that_the_game_does_not_have_raises_instead_of_hanging():
+    envs = AtariEnvs("BreakoutNoFrameskip-v4", 2)
+    envs.reset(seed=1)
+    envs.step(np.array([1, 2]))
+    state = envs.state_dict()
+    state["actions"][0][0] = 4
+    with pytest.raises(ValueError, match="action 4 in a game with 4"):
+        envs.load_state_dict(state)
+    envs.close()
+
+
+def test_the_state_of_another_number_of_environments_raises():
+    envs, three = AtariEnvs("PongNoFrameskip-v4", 2), AtariEnvs("PongNoFrameskip-v4", 3)
+    envs.reset(seed=1)
+    with pytest.raises(ValueError, match="the state of 2 environments, not 3"):
+        three.load_state_dict(envs.state_dict())
+    for one in (envs, three):
+        one.close()
+
+
+def test_an_exception_from_the_tick_ends_a_restore():
+    envs = AtariEnvs("PongNoFrameskip-v4", 2)
+    envs.reset(seed=1)
+    for action in random_actions(envs, 20):
+        envs.step(action)
+    shares = []
+
+    def tick(share):
+        shares.append(share)
+        if share > 0.5:
+            raise KeyboardInterrupt
+
+    envs.replay_tick = tick
+    with pytest.raises(KeyboardInterrupt):
+        envs.load_state_dict(envs.state_dict())
+    assert shares[0] == 0
+    assert len(shares) == 12
+    envs.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "game", ["Pong", "Qbert", "Seaquest", "Tennis", "MontezumaRevenge", "UpNDown", "Tetris", "Skiing"]
+)
+@pytest.mark.parametrize("kind", ["{}NoFrameskip-v4", "ALE/{}-v5"])
+def test_restored_emulators_of_many_games_play_on(game, kind):
+    envs, again = (AtariEnvs(kind.format(game), 4) for _ in range(2))
+    envs.reset(seed=3)
+    for action in random_actions(envs, 1_500):
+        envs.step(action)
+    again.load_state_dict(envs.state_dict())
+    assert again.restore_note == ""
+    assert_equal_futures(envs, again, 400)
+    for one in (envs, again):
+        one.close()

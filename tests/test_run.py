@@ -2,26 +2,39 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-import torch
 from conftest import ROOT, read_scalars
 
 import common.run
 from common.args import SharedArgs, default_run_name
 from common.errors import UsageError
-from common.run import Run, Terminal, duration, write_json
+from common.files import replacing, write_json
+from common.run import Run, Terminal, duration
 
-CONFIG = {"args": {"seed": 1}}
-CPU = torch.device("cpu")
+CONFIG = {"args": {"seed": 1}, "device": "cpu", "amp_dtype": "torch.float32"}
 
 
-def make_run(runs_dir, name: str = "a", total_timesteps: int = 1000) -> Run:
-    return Run(str(runs_dir), name, total_timesteps, CONFIG, CPU)
+def claim_run(runs_dir, name: str = "a", total_timesteps: int = 1000, **flags) -> Run:
+    args = SharedArgs(runs_dir=str(runs_dir), **flags)
+    return Run(args, "script", name, total_timesteps, {**CONFIG, "args": vars(args)})
+
+
+def make_run(runs_dir, **kwargs) -> Run:
+    run = claim_run(runs_dir, **kwargs)
+    run.start()
+    run.ready()
+    return run
+
+
+def log_iteration(run: Run, global_step: int) -> None:
+    run.progress.global_step = global_step
+    run.log_iteration({})
 
 
 def episode(*games):
@@ -35,19 +48,48 @@ def episode(*games):
 def test_an_existing_folder_is_refused_and_left_alone(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine").write_text("precious")
-    with pytest.raises(UsageError, match=r"is there already: .*--run-name"):
+    with pytest.raises(UsageError, match=r"is there already and no run's: .*--run-name"):
         make_run(tmp_path)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
     assert (tmp_path / "a" / "mine").read_text() == "precious"
 
 
-def test_a_finished_run_is_refused_and_left_alone(tmp_path):
+def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     with make_run(tmp_path) as run:
-        run.finish({})
-    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
-    with pytest.raises(UsageError, match="is there already"):
-        make_run(tmp_path)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+        run.finish()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.name != ".lock"}
+    with claim_run(tmp_path) as run:
+        assert run.complete
+        assert run.summary()["global_step"] == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir() if path.name != ".lock"} == before
+    assert "complete already: " in capsys.readouterr().out
+
+
+def test_resume_never_sets_the_old_folder_aside(tmp_path):
+    for number in range(3):
+        with make_run(tmp_path, resume="never") as run:
+            run.progress.global_step = number
+            run.finish()
+    steps = {path.name: json.loads((path / "summary.json").read_text())["global_step"] for path in tmp_path.iterdir()}
+    assert steps == {"a.old-1": 0, "a.old-2": 1, "a": 2}
+
+
+def test_a_run_in_use_is_not_set_aside(tmp_path):
+    with make_run(tmp_path), pytest.raises(UsageError, match="is in use by process"):
+        claim_run(tmp_path, resume="never")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(("flags", "words"), [({"seed": 2}, "--seed 2: "), ({"amp": True}, "--amp True: ")])
+def test_a_given_name_with_other_flags_than_the_folders_is_refused(tmp_path, flags, words):
+    with make_run(tmp_path):
+        pass
+    before = (tmp_path / "a" / "config.json").read_bytes()
+    with pytest.raises(UsageError, match=words + r".* choose another --run-name"):
+        claim_run(tmp_path, **flags)
+    assert (tmp_path / "a" / "config.json").read_bytes() == before
+    with claim_run(tmp_path, device="cpu", checkpoint_minutes=1.0):  # these don't change the result
+        pass
 
 
 def test_a_failure_at_the_start_leaves_no_folder_and_no_lock(tmp_path, monkeypatch):
@@ -56,8 +98,8 @@ def test_a_failure_at_the_start_leaves_no_folder_and_no_lock(tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(common.run, "write_json", full)
-        with pytest.raises(UsageError, match="No space left on device"):
-            make_run(tmp_path)
+        with pytest.raises(UsageError, match="No space left on device"), claim_run(tmp_path) as run:
+            run.start()
     assert not (tmp_path / "a").exists()
     with make_run(tmp_path):
         pass
@@ -75,7 +117,7 @@ def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch):
 
 def test_a_finished_run_outlives_a_file_system_that_lost_its_locks(tmp_path, monkeypatch):
     with make_run(tmp_path) as run:
-        run.finish({})
+        run.finish()
     before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
 
     def unsupported(*args):
@@ -118,9 +160,11 @@ def test_of_many_starts_at_once_exactly_one_gets_the_folder(tmp_path):
 
 HOLDER = """
 import sys; sys.path.insert(0, {root!r})
-import torch
+from common.args import SharedArgs
 from common.run import Run
-with Run({runs!r}, "a", 100, {{"args": {{}}}}, torch.device("cpu")):
+with Run(SharedArgs(runs_dir={runs!r}), "script", "a", 100, {{"device": "cpu", "amp_dtype": "", "args": {{}}}}) as run:
+    run.start()
+    run.ready()
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -136,8 +180,8 @@ def test_a_second_process_is_told_which_one_holds_the_folder(tmp_path):
             make_run(tmp_path, total_timesteps=100)
         holder.send_signal(signal.SIGKILL)
         holder.wait(10)
-        with pytest.raises(UsageError, match="is there already"):  # the kernel released a dead owner's lock
-            make_run(tmp_path, total_timesteps=100)
+        with make_run(tmp_path, total_timesteps=100):  # the kernel released a dead owner's lock
+            pass
     finally:
         holder.kill()
         holder.communicate()
@@ -163,16 +207,17 @@ def test_speed_leaves_the_warm_up_out_and_counts_this_process_only(tmp_path, mon
     with make_run(tmp_path) as run:
         assert run.seconds_left() is None
         clock[0] += 50.0  # a slow first iteration
-        run.log_iteration({}, 100)
+        log_iteration(run, 100)
         assert run.sps == pytest.approx(2.0)  # nothing else is known yet
         clock[0] += 10.0
-        run.log_iteration({}, 200)
+        log_iteration(run, 200)
         assert run.sps == pytest.approx(10.0)
         clock[0] += 7.0  # in the middle of an iteration the speed is the last one known
-        run.tick(290)
+        run.progress.global_step = 290
+        run.tick()
         assert run.seconds_left() == pytest.approx(71.0)
         clock[0] += 3.0
-        run.log_iteration({}, 300)
+        log_iteration(run, 300)
     assert read_scalars(tmp_path / "a", timed=True)["charts/SPS"] == [(100, 2.0), (200, 10.0), (300, 10.0)]
 
 
@@ -182,7 +227,8 @@ def test_the_heartbeat_goes_on_within_a_long_iteration(tmp_path, monkeypatch):
     with make_run(tmp_path) as run:
         for step in range(1, 20):
             clock[0] += 1.0
-            run.tick(step)
+            run.progress.global_step = step
+            run.tick()
             status = json.loads((tmp_path / "a" / "status.json").read_text())
             assert step - status["global_step"] < common.run.HEARTBEAT
 
@@ -201,16 +247,17 @@ def test_shares_of_time_add_up_to_one(tmp_path):
         for part in ("inference", "environment", "learning"):
             time.sleep(0.01)
             run.lap(part)
-        run.log_iteration({}, 100)
+        log_iteration(run, 100)
     scalars = read_scalars(tmp_path / "a", timed=True)
     assert sum(scalars[f"time/{part}"][0][1] for part in ("inference", "environment", "learning")) == pytest.approx(1)
 
 
 def test_whole_games_are_logged_where_they_ended(tmp_path):
     with make_run(tmp_path) as run:
-        run.log_episodes({}, 8)
-        run.log_episodes(episode(None, (7.0, 33), None, (9.0, 44)), 16)
-        assert run.games == 2
+        run.log_episodes({})
+        run.progress.global_step = 16
+        run.log_episodes(episode(None, (7.0, 33), None, (9.0, 44)))
+        assert run.progress.games == 2
         assert run.mean_return() == 8.0
     scalars = read_scalars(tmp_path / "a")
     assert scalars["charts/episodic_return"] == [(16, 7.0), (16, 9.0)]
@@ -220,9 +267,9 @@ def test_whole_games_are_logged_where_they_ended(tmp_path):
 def test_stopping_at_a_return_wants_a_hundred_games(tmp_path):
     with make_run(tmp_path) as run:
         for _ in range(99):
-            run.log_episodes(episode((50.0, 9)), 8)
+            run.log_episodes(episode((50.0, 9)))
         assert not run.reached(50.0)
-        run.log_episodes(episode((50.0, 9)), 8)
+        run.log_episodes(episode((50.0, 9)))
         assert run.reached(50.0)
         assert not run.reached(50.1)
         assert not run.reached(None)
@@ -230,10 +277,13 @@ def test_stopping_at_a_return_wants_a_hundred_games(tmp_path):
 
 def test_a_summary_is_written_and_returned(tmp_path):
     with make_run(tmp_path, total_timesteps=100) as run:
-        run.log_iteration({}, 100)
-        summary = run.finish({"updates": 3})
+        run.progress.updates = 3
+        run.progress.global_step = 100
+        run.log_iteration({"losses/entropy": 0.5})
+        summary = run.finish()
     assert json.loads((tmp_path / "a" / "summary.json").read_text()) == summary
     assert summary["updates"] == 3
+    assert summary["losses/entropy"] == 0.5
     assert summary["global_step"] == 100
     assert 10 < summary["peak_memory_mib"] < 100_000
     assert json.loads((tmp_path / "a" / "status.json").read_text())["phase"] == "complete"
@@ -244,7 +294,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
-    with pytest.raises(OSError, match="full"), common.run.replacing(path):
+    with pytest.raises(OSError, match="full"), replacing(path):
         raise OSError("full")
     assert json.loads(path.read_text()) == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
@@ -320,3 +370,87 @@ def test_the_same_command_is_the_same_run_and_changed_hyperparameters_another():
     assert name(device="cpu", runs_dir="elsewhere") == name()
     assert name(amp=True) == name(amp=True) != name()
     assert len({name(amp=True), name(total_timesteps=5), name(amp=True, total_timesteps=5), name(tf32=False)}) == 4
+
+
+# ---- curves over several processes
+
+
+def write_points(tmp_path, *steps: int, resume_at: int | None = None) -> Run:
+    """One process of a run that logs its step as a scalar, and two games at each step."""
+    run = claim_run(tmp_path)
+    run.start(resumed_from=None if resume_at is None else "somewhere")
+    run.progress.global_step = resume_at or 0
+    run.ready()
+    for step in steps:
+        run.progress.global_step = step
+        run.log_episodes(episode((1.0 * step, 1), (2.0 * step, 1)))
+        run.log_iteration({"losses/entropy": 3.0 * step})
+    return run
+
+
+def expected(*steps: int) -> dict:
+    games = [(step, value) for step in steps for value in (1.0 * step, 2.0 * step)]
+    return {
+        "charts/episodic_return": games,
+        "charts/episodic_length": [(step, 1.0) for step, _ in games],
+        "losses/entropy": [(step, 3.0 * step) for step in steps],
+    }
+
+
+def test_curves_of_a_run_in_pieces_equal_those_of_one_piece(tmp_path):
+    for steps, resume_at in (((8, 16, 24), None), ((16, 24, 32), 8), ((32, 40), 24), ((32, 40, 48), 24)):
+        with write_points(tmp_path, *steps, resume_at=resume_at):
+            pass
+    assert len(list((tmp_path / "a").glob("events*"))) == 4
+    assert read_scalars(tmp_path / "a") == expected(8, 16, 24, 32, 40, 48)
+
+
+def test_a_run_killed_before_its_first_checkpoint_leaves_no_points(tmp_path):
+    with write_points(tmp_path, 8, 16):
+        pass
+    with write_points(tmp_path, 8):
+        pass
+    assert read_scalars(tmp_path / "a") == expected(8)
+
+
+def test_the_half_record_of_a_killed_process_hides_nothing(tmp_path):
+    with write_points(tmp_path, 8, 16, 24):
+        pass
+    (events,) = (tmp_path / "a").glob("events*")
+    events.write_bytes(events.read_bytes()[:-5])
+    with write_points(tmp_path, 24, resume_at=16):
+        pass
+    assert read_scalars(tmp_path / "a") == expected(8, 16, 24)
+
+
+def test_curves_are_right_although_the_next_machines_clock_is_behind(tmp_path, monkeypatch):
+    for ahead, steps, resume_at in ((5000, (8, 16, 24), None), (0, (16, 24, 32), 8), (0, (24, 32), 16)):
+        monkeypatch.setattr(common.run.time, "time", lambda ahead=ahead: 1_700_000_000 + ahead)
+        with write_points(tmp_path, *steps, resume_at=resume_at):
+            pass
+    assert read_scalars(tmp_path / "a") == expected(8, 16, 24, 32)
+
+
+def test_points_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_path, capsys):
+    with write_points(tmp_path, 8) as run:
+        size = max(path.stat().st_size for path in (tmp_path / "a").iterdir())
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+        try:
+            for step in (16, 24):
+                run.progress.global_step = step
+                run.log_episodes(episode((1.0 * step, 1), (2.0 * step, 1)))
+                run.log_iteration({"losses/entropy": 3.0 * step})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "cannot write curves (File too large)" in capsys.readouterr().out
+    assert read_scalars(tmp_path / "a") == expected(8, 16, 24)
+
+
+def test_a_lost_tail_of_the_curves_is_said(tmp_path):
+    with write_points(tmp_path, 8) as run:
+        position = run.events.state_dict()
+    (tmp_path / "a" / position["file"]).write_bytes(b"")
+    with make_run(tmp_path) as run:
+        run.events.load_state_dict(position)
+        assert "is lost: 0 of" in run.events.restore_note

@@ -1,0 +1,319 @@
+"""A fire drill: interrupts a training command at random and compares the result with an undisturbed run's.
+
+    python drill.py --kills 10 --terms 3 ppo_atari.py --env-id PongNoFrameskip-v4 --total-timesteps 50000
+
+It runs the command to the end once, then again, ending it with SIGKILL and SIGTERM at random moments of all phases
+(restore, rollout, update, save) and starting the same command until it completes. Then it compares final checkpoints
+and curves and prints PASS, or what differs. It knows nothing of the script but its contract: `--runs-dir`, the phase in
+`status.json`, checkpoints that `torch.load` reads, exit status 75.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+# what may differ between two equal runs: entries of a checkpoint, and curves that measure the machine or the clock
+OF_THE_PROCESS = ("clock", "events")
+TIMED = ("charts/SPS", "time/", "system/", "gpu/", "cost/")
+
+PHASES = ("restore", "rollout", "update", "save")
+POLL = 0.002  # seconds between two looks at status.json
+ORPHANS_END = 5.0  # seconds that children of a killed process have
+
+
+# ---- comparing
+
+
+def differences(ours: Any, theirs: Any, where: str) -> list[str]:
+    """Where two nested structures of tensors, containers and plain values are not the same bit for bit."""
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+            return [f"{where}: {ours.dtype} {list(ours.shape)}, {theirs.dtype} {list(theirs.shape)}"]
+        # as bytes: NaN equals NaN, and 0.0 is not -0.0
+        x, y = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
+        return [] if torch.equal(x, y) else [f"{where}: {(ours != theirs).sum()} of {ours.numel()} elements"]
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        return [line for key in ours for line in differences(ours[key], theirs[key], f"{where}.{key}")]
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [line for i, (x, y) in pairs for line in differences(x, y, f"{where}[{i}]")]
+    if type(ours) is type(theirs) and (ours == theirs or (ours != ours and theirs != theirs)):
+        return []
+    return [f"{where}: {str(ours)[:60]}, {str(theirs)[:60]}"]
+
+
+def final_checkpoint(run_dir: Path) -> dict[str, Any]:
+    path = max((run_dir / "checkpoints").glob("step-*.pt"))
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    return {name: entry for name, entry in content.items() if name not in OF_THE_PROCESS}
+
+
+def curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    """`tag -> [(step, value), ...]`, as TensorBoard reads them, without the timed ones."""
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of each restart
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.startswith(TIMED)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def compare(undisturbed: Path, disturbed: Path) -> list[str]:
+    """What differs between two complete runs: every entry of the last checkpoint, and every point of every curve."""
+    lines = differences(final_checkpoint(undisturbed), final_checkpoint(disturbed), "checkpoint")
+    ours, theirs = curves(undisturbed), curves(disturbed)
+    for tag in sorted(ours.keys() | theirs.keys()):
+        x, y = ours.get(tag, []), theirs.get(tag, [])
+        if x != y:
+            unequal = sum(a != b for a, b in zip(x, y, strict=False))
+            lines.append(f"curve {tag}: {len(x)} and {len(y)} points, {unequal} of them differ")
+    return lines
+
+
+# ---- running
+
+
+class Failed(Exception):
+    """The drill found something. Its text is the report."""
+
+
+class Command:
+    """The command under drill, with a folder of its own for its runs."""
+
+    def __init__(self, words: list[str], runs_dir: Path) -> None:
+        self.words = [sys.executable, *words, "--runs-dir", str(runs_dir)]
+        self.runs_dir = runs_dir
+        self.process: subprocess.Popen | None = None
+        self.log = runs_dir.with_suffix(".log")
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            # a session of its own, so that what it leaves behind can be found
+            self.process = subprocess.Popen(
+                self.words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def run_dir(self) -> Path | None:
+        found = [path.parent for path in self.runs_dir.glob("*/status.json")]
+        return found[0] if found else None
+
+    def status(self) -> dict[str, Any]:
+        """Of the process that runs now; empty before it wrote one."""
+        folder = self.run_dir()
+        if folder is None:
+            return {}
+        try:
+            status = json.loads((folder / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return status if status["pid"] == self.process.pid else {}
+
+    def has_checkpoint(self) -> bool:
+        return any(self.runs_dir.glob("*/checkpoints/*.pt"))
+
+    def leftovers(self) -> list[int]:
+        """Processes of this command's session, its own process apart."""
+        found = []
+        for pid in psutil.pids():
+            try:
+                if pid != self.process.pid and os.getsid(pid) == self.process.pid:
+                    found.append(pid)
+            except OSError:
+                continue
+        return found
+
+    def require_no_leftovers(self) -> None:
+        deadline = time.monotonic() + ORPHANS_END
+        while left := self.leftovers():
+            if time.monotonic() > deadline:
+                raise Failed(f"processes {left} outlived theirs by {ORPHANS_END:.0f} s")
+            time.sleep(0.05)
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+
+
+def run_undisturbed(command: Command) -> dict[str, float]:
+    """Run to the end. Returns the mean seconds of each phase."""
+    command.start()
+    spent, seen = Counter(), Counter()
+    phase, since = None, time.monotonic()
+    while command.process.poll() is None:
+        now = command.status().get("phase")
+        if now != phase:
+            if phase:
+                spent[phase] += time.monotonic() - since
+                seen[phase] += 1
+            phase, since = now, time.monotonic()
+        time.sleep(POLL)
+    if command.process.returncode != 0:
+        raise Failed(f"the undisturbed run ended with status {command.process.returncode}:\n{command.tail()}")
+    return {name: spent[name] / seen[name] for name in seen}
+
+
+class Drill:
+    """Interruptions of one command until it completes."""
+
+    def __init__(self, command: Command, plan: list[tuple[int, str]], seconds: dict[str, float], seed: int) -> None:
+        """`plan`: a signal and the phase in which it should land, for each interruption. `seconds`: of a phase."""
+        self.command, self.plan, self.seconds = command, plan, seconds
+        self.rng = random.Random(seed)
+        self.landed: Counter[tuple[str, str]] = Counter()  # signal and phase
+        self.exit_seconds: list[float] = []  # from SIGTERM to the end of the process
+
+    def run(self) -> None:
+        """Raises `Failed` when the command breaks its contract."""
+        delivered = 0
+        while True:
+            had_checkpoint = self.command.has_checkpoint()
+            self.command.start()
+            number, phase = self.plan[delivered] if delivered < len(self.plan) else (None, None)
+            before = self.wait_for(phase) if number else None
+            if before:
+                delivered += self.interrupt(number, before, had_checkpoint, delivered)
+                continue
+            status = self.command.process.wait()
+            if status != 0:
+                raise Failed(f"ended with status {status}, not 0:\n{self.command.tail()}")
+            self.require_resumed(had_checkpoint)
+            if delivered < len(self.plan):
+                raise Failed(f"complete after {delivered} of {len(self.plan)} interruptions: make the run longer")
+            return
+
+    def wait_for(self, phase: str) -> dict[str, Any] | None:
+        """Wait for a random moment of a phase. Returns the status then, None if the process ended before."""
+        if phase == "restore" and not self.command.has_checkpoint():
+            phase = "save"  # there is nothing to restore yet
+        visits = 1 if phase == "restore" else self.rng.randint(1, 3)
+        now, since = None, time.monotonic()
+        while self.command.process.poll() is None:
+            before, now = now, self.command.status().get("phase")
+            if now != before:
+                if before == "restore":  # the undisturbed run had none
+                    self.seconds["restore"] = time.monotonic() - since
+                since = time.monotonic()
+                visits -= now == phase
+                if visits == 0 and now == phase:
+                    time.sleep(self.rng.uniform(0, self.seconds.get(phase, 0.1)))
+                    return self.command.status()
+            time.sleep(POLL)
+        return None
+
+    def interrupt(self, number: int, before: dict[str, Any], had_checkpoint: bool, delivered: int) -> bool:
+        """Send the signal and look at what it did. Whether it counts: it reached a process that had begun."""
+        process = self.command.process
+        sent = time.monotonic()
+        process.send_signal(number)
+        status = process.wait()
+        seconds = time.monotonic() - sent
+        if status == 0:  # it was done before the signal reached it
+            return False
+        name = signal.Signals(number).name
+        expected = -signal.SIGKILL if number == signal.SIGKILL else 75
+        if status != expected:
+            raise Failed(f"{name} in {before['phase']}: status {status}, not {expected}:\n{self.command.tail()}")
+        self.command.require_no_leftovers()
+        after = self.command.status()
+        phase = after["phase"] if number == signal.SIGKILL else before["phase"]
+        if phase not in PHASES:
+            return False
+        self.require_resumed(had_checkpoint)
+        if number != signal.SIGKILL:
+            self.exit_seconds.append(seconds)
+        self.landed[name, phase] += 1
+        total = len(self.plan)
+        print(f"{delivered + 1}/{total} {name} in {phase} at step {after['global_step']:,}", flush=True)
+        return True
+
+    def require_resumed(self, had_checkpoint: bool) -> None:
+        if had_checkpoint and self.command.status().get("resumed_from") is None:
+            raise Failed(f"started from zero although a checkpoint was there:\n{self.command.tail()}")
+
+    def report(self) -> str:
+        lines = [f"{'':8}" + "".join(f"{phase:>9}" for phase in PHASES)]
+        for name in sorted({name for name, _ in self.landed}):
+            lines.append(f"{name:8}" + "".join(f"{self.landed[name, phase]:9}" for phase in PHASES))
+        if self.exit_seconds:
+            median, worst = statistics.median(self.exit_seconds), max(self.exit_seconds)
+            lines.append(f"from SIGTERM to the exit: median {median:.2f} s, worst {worst:.2f} s")
+        return "\n".join(lines)
+
+
+def make_plan(kills: int, terms: int, rng: random.Random) -> list[tuple[int, str]]:
+    """Every phase as often as the others, in random order."""
+    plan = [(signal.SIGKILL if i < kills else signal.SIGTERM, PHASES[i % len(PHASES)]) for i in range(kills + terms)]
+    rng.shuffle(plan)
+    return plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="drill.py [options] SCRIPT [flags]",
+    )
+    parser.add_argument("--kills", type=int, default=10, help="SIGKILLs (default: 10)")
+    parser.add_argument("--terms", type=int, default=3, help="SIGTERMs (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--dir", type=Path, help="folder for both runs, empty or new (default: a temporary one)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
+    args = parser.parse_args()
+    if not args.command or not Path(args.command[0]).is_file():
+        parser.error(f"name a script that is there, got {args.command[0] if args.command else 'nothing'}")
+    if min(args.kills, args.terms) < 0 or args.kills + args.terms == 0:
+        parser.error("--kills, --terms: at least one interruption")
+    for word in args.command:
+        if word.split("=")[0].replace("_", "-") in ("--runs-dir", "--run-name", "--resume"):
+            parser.error(f"{word}: the drill chooses it")
+    if args.dir and args.dir.exists() and any(args.dir.iterdir()):
+        parser.error(f"--dir {args.dir}: is not empty")
+    words = args.command
+    if not any(word.split("=")[0].replace("_", "-") == "--checkpoint-minutes" for word in words):
+        words = [*words, "--checkpoint-minutes", "0.02"]  # or each kill would throw minutes away
+
+    folder = args.dir or Path(tempfile.mkdtemp(prefix="drill-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print("$ python", shlex.join(words), flush=True)
+    undisturbed, disturbed = (Command(words, folder / name) for name in ("undisturbed", "disturbed"))
+    drill = None
+    try:
+        seconds = run_undisturbed(undisturbed)
+        print("undisturbed: " + ", ".join(f"{name} {seconds[name]:.2f} s" for name in PHASES if name in seconds))
+        drill = Drill(disturbed, make_plan(args.kills, args.terms, random.Random(args.seed)), seconds, args.seed)
+        drill.run()
+        lines = compare(undisturbed.run_dir(), disturbed.run_dir())
+        missed = [phase for phase in PHASES if not any(drill.landed[name, phase] for name in ("SIGKILL", "SIGTERM"))]
+        if missed and len(drill.plan) >= 2 * len(PHASES):
+            lines.append(f"no interruption landed in {', '.join(missed)}")
+    except Failed as failed:
+        lines = [str(failed)]
+    finally:
+        for command in (undisturbed, disturbed):
+            if command.process and command.process.poll() is None:
+                command.process.kill()
+                command.process.wait()
+    if drill:
+        print(drill.report())
+    if lines:
+        print("FAIL", *lines[:20], f"both runs are in {folder}", sep="\n")
+        sys.exit(1)
+    print(f"PASS: weights, optimiser, generators, emulators and curves are the same bit for bit ({folder})")
+
+
+if __name__ == "__main__":
+    main()

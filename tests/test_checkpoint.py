@@ -1,0 +1,433 @@
+"""Checkpoints: what is kept, what is noticed, what is refused, and that nothing good is ever lost."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+from common.args import SharedArgs
+from common.checkpoint import Checkpoints, Damaged, Rng, newest_first, read
+from common.errors import Interrupted, SaveError, UsageError
+from common.preemption import StopSignals
+from common.run import Run
+
+CPU = torch.device("cpu")
+
+
+class Training:
+    """A run with one small network, whose iteration adds one to every weight."""
+
+    def __init__(self, runs_dir, name="a", script="script", net=None, config=None, **flags) -> None:
+        self.args = SharedArgs(runs_dir=str(runs_dir), run_name=name, **flags)
+        self.args.check()
+        self.signals = StopSignals()
+        config = {"device": "cpu", "amp_dtype": "torch.float32", "args": vars(self.args), **(config or {})}
+        self.run = Run(self.args, script, name, 1000, config)
+        self.net = net or nn.Linear(300, 300, bias=False)
+        nn.init.zeros_(self.net.weight)
+
+    def __enter__(self) -> "Training":
+        self.signals.__enter__()
+        self.run.__enter__()
+        state = {"progress": self.run.progress, "net": self.net, "rng": Rng(1, CPU)}
+        try:
+            self.checkpoints = Checkpoints(
+                self.run, state | {"clock": self.run.clock, "events": self.run.events}, self.signals
+            )
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.run.__exit__(*exception)
+        self.signals.__exit__(*exception)
+
+    def iterate(self, times: int = 1, returns: float | None = None) -> None:
+        for _ in range(times):
+            self.checkpoints.boundary()
+            with torch.no_grad():
+                self.net.weight += 1
+            self.run.progress.global_step += 10
+            if returns is not None:
+                self.run.progress.returns.append(returns)
+
+    def weight(self) -> float:
+        (value,) = self.net.weight.unique().tolist()
+        return value
+
+
+EVERY_BOUNDARY = {"checkpoint_minutes": 1e-9}
+
+
+def names(tmp_path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir())
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def begun(tmp_path, iterations: int = 3) -> list:
+    """A run that saved at each boundary and then died. Returns its checkpoints, the newest first."""
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(iterations)
+    return newest_first(tmp_path / "a" / "checkpoints")
+
+
+# ---- saving and restoring
+
+
+def test_the_same_command_goes_on_from_the_last_boundary(tmp_path, capsys):
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(3)
+        drawn = torch.rand(3), np.random.rand(3), random.random()  # noqa: NPY002
+    capsys.readouterr()
+    with Training(tmp_path) as training:
+        assert (training.weight(), training.run.progress.global_step) == (2.0, 20)
+        again = torch.rand(3), np.random.rand(3), random.random()  # noqa: NPY002
+    assert torch.equal(drawn[0], again[0])
+    assert (drawn[1] == again[1]).all()
+    assert drawn[2] == again[2]
+    assert (
+        f"resumed at step 20 from {tmp_path / 'a' / 'checkpoints' / 'step-000000000020.pt'}" in capsys.readouterr().out
+    )
+
+
+def test_a_checkpoint_is_an_ordinary_archive_of_plain_values(tmp_path):
+    newest = begun(tmp_path)[0]
+    content = torch.load(newest, weights_only=True)
+    assert zipfile.ZipFile(newest).testzip() is None
+    assert content.keys() == {"about", "progress", "net", "rng", "clock", "events"}
+    assert content["net"]["weight"].unique().tolist() == [2.0]
+    assert content["about"]["global_step"] == 20
+
+
+def test_the_boundarys_state_is_saved_although_the_loop_has_moved_on(tmp_path):
+    with pytest.raises(Interrupted, match="interrupted by the test"), Training(tmp_path) as training:
+        training.iterate(3)
+        torch.rand(100)
+        training.signals.ask("the test")
+        training.checkpoints.stop_if_asked()
+    assert names(tmp_path) == ["step-000000000000.pt", "step-000000000020.pt"]
+    content = read(tmp_path / "a" / "checkpoints" / "step-000000000020.pt")
+    assert content["net"]["weight"].unique().tolist() == [2.0]
+    assert content["progress"]["global_step"] == 20
+    torch.manual_seed(1)
+    assert torch.equal(content["rng"]["torch"], torch.get_rng_state())
+    assert json.loads((tmp_path / "a" / "status.json").read_text())["phase"] == "interrupted"
+
+
+def test_a_boundary_that_is_on_the_disk_is_not_written_again(tmp_path):
+    with pytest.raises(Interrupted), Training(tmp_path) as training:
+        training.iterate()
+        before = contents(tmp_path / "a" / "checkpoints")
+        training.signals.ask("the test")
+        training.checkpoints.stop_if_asked()
+    assert contents(tmp_path / "a" / "checkpoints") == before
+
+
+def test_without_minutes_only_the_first_boundary_and_the_end_are_saved(tmp_path):
+    with Training(tmp_path, checkpoint_minutes=0) as training:
+        training.iterate(5)
+        assert names(tmp_path) == ["step-000000000000.pt"]
+        training.checkpoints.finish()
+    assert names(tmp_path) == ["step-000000000000.pt", "step-000000000050.pt"]
+
+
+def test_the_newest_are_kept_and_some_for_good(tmp_path):
+    with Training(tmp_path, keep_checkpoints=3, keep_every=25, **EVERY_BOUNDARY) as training:
+        training.iterate(8)
+    with Training(tmp_path, keep_checkpoints=3, keep_every=25, **EVERY_BOUNDARY) as training:
+        training.iterate(4)
+    rolling = [name for name in names(tmp_path) if name.startswith("step")]
+    assert rolling == [f"step-{step:012d}.pt" for step in (80, 90, 100)]
+    # the first boundary at or past each multiple of 25
+    assert [name for name in names(tmp_path) if name.startswith("keep")] == [
+        f"keep-{step:012d}.pt" for step in (30, 50, 80, 100)
+    ]
+    assert read(tmp_path / "a" / "checkpoints" / "keep-000000000030.pt")["net"]["weight"].unique().tolist() == [3.0]
+
+
+def test_keeping_some_for_good_does_not_wait_for_the_minutes(tmp_path):
+    with Training(tmp_path, keep_every=20, checkpoint_minutes=0) as training:
+        training.iterate(6)
+    assert [name for name in names(tmp_path) if name.startswith("keep")] == [
+        f"keep-{step:012d}.pt" for step in (20, 40)
+    ]
+
+
+def test_the_best_is_the_one_with_the_highest_mean_return(tmp_path):
+    def best():
+        return read(tmp_path / "a" / "checkpoints" / "best.pt")["about"]["global_step"]
+
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(100, returns=1.0)  # fewer than 100 games: more games count more
+        assert best() == 990
+        training.run.progress.returns.extend([5.0] * 100)
+        training.iterate(1)
+        assert best() == 1000
+        training.run.progress.returns.extend([4.0] * 100)
+        training.iterate(1)
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(2)
+        assert best() == 1000
+        training.run.progress.returns.extend([6.0] * 100)
+        training.iterate(1)
+        assert best() == 1030
+
+
+def test_the_names_of_a_compiled_module_are_those_of_the_module(tmp_path):
+    class Compiled(nn.Module):
+        """What torch.compile returns, as far as names go."""
+
+        def __init__(self, module):
+            super().__init__()
+            self._orig_mod = module
+            self.weight = module.weight
+
+    with Training(tmp_path, net=Compiled(nn.Linear(3, 3, bias=False))) as training:
+        training.iterate(1)
+    assert list(read(newest_first(tmp_path / "a" / "checkpoints")[0])["net"]) == ["weight"]
+    for _ in range(2):  # and not only on the first resume
+        with Training(tmp_path, net=Compiled(nn.Linear(3, 3, bias=False)), **EVERY_BOUNDARY) as training:
+            training.iterate(2)
+
+
+def test_a_state_that_could_not_be_read_back_is_noticed_at_the_first_boundary(tmp_path):
+    with pytest.raises(Exception, match=r"[Ww]eights"), Training(tmp_path) as training:
+        training.run.progress.scalars = {"a": np.float64(1.0)}
+        training.iterate(1)
+
+
+def test_time_is_charged_for_work_done_twice_and_not_for_the_time_switched_off(tmp_path):
+    with Training(tmp_path) as training:
+        training.iterate(1)
+        training.run.clock.before = 100.0  # as if it had trained so long since
+    status = tmp_path / "a" / "status.json"
+    content = json.loads(status.read_text()) | {"seconds": 160.0}  # the last sign of life before a SIGKILL
+    status.write_text(json.dumps(content))
+    os.utime(status, (1, 1))
+    with Training(tmp_path) as training:
+        assert 160.0 <= training.run.clock.seconds() < 161.0
+        assert training.run.progress.global_step == 0
+
+
+# ---- damage
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    newest = begun(tmp_path)[0]
+    whole = newest.read_bytes()
+    for position in [*range(0, len(whole), 997), *range(0, 600, 7), *range(len(whole) - 1500, len(whole), 7)]:
+        newest.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        with pytest.raises(Damaged):
+            read(newest)
+    newest.write_bytes(whole)
+    read(newest)
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "another file"])
+def test_a_damaged_newest_file_falls_back_to_the_one_before_and_says_so(tmp_path, capsys, damage):
+    newest, before = begun(tmp_path)
+    whole = newest.read_bytes()
+    bad = {
+        "empty": b"",
+        "truncated": whole[:-100],
+        "flipped": whole[:50_000] + bytes([whole[50_000] ^ 1]) + whole[50_001:],
+        "another file": b"hello\n",
+    }[damage]
+    newest.write_bytes(bad)
+    capsys.readouterr()
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        assert training.weight() == 1.0
+        out = capsys.readouterr().out
+        assert f"{newest} is damaged" in out
+        assert f"resumed at step 10 from {before}" in out
+        training.iterate(2)
+        assert training.weight() == 3.0
+    assert newest.with_suffix(".damaged").read_bytes() == bad
+    assert read(newest)["net"]["weight"].unique().tolist() == [2.0]
+
+
+def test_nothing_is_touched_where_no_checkpoint_is_good(tmp_path):
+    for path in begun(tmp_path):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = contents(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"none of step-0+20.pt, step-0+10.pt in .* can be read"), Training(tmp_path):
+        pass
+    before[".lock"] = (tmp_path / "a" / ".lock").read_bytes()
+    assert contents(tmp_path / "a") == before
+    with Training(tmp_path, resume="never") as training:
+        assert training.weight() == 0.0
+    assert (tmp_path / "a.old-1" / "checkpoints" / "step-000000000020.pt").exists()
+
+
+def test_lost_checkpoints_are_not_taken_for_a_new_run(tmp_path):
+    begun(tmp_path)
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    with pytest.raises(UsageError, match="had a checkpoint and has none now"), Training(tmp_path):
+        pass
+
+
+def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "a" / "checkpoints" / "step-000000000030.pt.tmp").write_bytes(b"half")
+    with Training(tmp_path):
+        assert not any(name.endswith(".tmp") for name in names(tmp_path))
+
+
+class FullDisk:
+    """No file of this process may grow beyond some bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.before[1]))
+
+    def __exit__(self, *exception) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_a_periodic_save_that_fails_warns_and_training_goes_on(tmp_path, capsys):
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(2)
+        before = contents(tmp_path / "a" / "checkpoints")
+        with FullDisk(200_000):
+            training.iterate(2)
+        assert contents(tmp_path / "a" / "checkpoints") == before
+        assert capsys.readouterr().out.count("cannot save a checkpoint (File too large): the last good one is ") == 2
+        training.iterate(1)
+        assert training.weight() == 5.0
+    assert names(tmp_path)[-1] == "step-000000000040.pt"
+
+
+def test_a_stop_on_a_full_disk_leaves_the_last_good_one(tmp_path):
+    with Training(tmp_path) as training:
+        training.iterate(2)
+        training.signals.ask("the test")
+        with FullDisk(200_000), pytest.raises(Interrupted, match=r"step-0+\.pt is saved"):
+            training.checkpoints.stop_if_asked()
+    with Training(tmp_path) as training:
+        assert training.weight() == 0.0
+
+
+def test_an_end_that_cannot_be_saved_is_an_error(tmp_path):
+    with FullDisk(200_000_000), Training(tmp_path) as training:
+        training.iterate(2)
+        with FullDisk(200_000), pytest.raises(SaveError, match=r"cannot save the end into .*: File too large"):
+            training.checkpoints.finish()
+    assert names(tmp_path) == ["step-000000000000.pt"]
+
+
+def test_a_first_boundary_that_cannot_be_saved_leaves_nothing(tmp_path):
+    training = Training(tmp_path)
+    with FullDisk(200_000), pytest.raises(UsageError, match="cannot save a checkpoint into"), training:
+        training.iterate()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_never_replace_good_ones(tmp_path, value):
+    error = pytest.raises(FloatingPointError, match="net is not finite at step 20")
+    with error, Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(2)
+        before = contents(tmp_path / "a" / "checkpoints")
+        with torch.no_grad():
+            training.net.weight[0, 0] = value
+        training.iterate(1)
+    assert contents(tmp_path / "a" / "checkpoints") == before
+
+
+def test_an_error_in_the_loop_names_the_last_good_checkpoint(tmp_path, capsys):
+    with pytest.raises(RuntimeError, match="out of memory"), Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(3)
+        raise RuntimeError("CUDA out of memory")
+    last = tmp_path / "a" / "checkpoints" / "step-000000000020.pt"
+    assert f"failed at step 30: {last} is good, the same command goes on from there" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a" / "status.json").read_text())["phase"] == "failed"
+
+
+# ---- --resume PATH
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "run folder", "folder of checkpoints"])
+def test_another_run_begins_from_a_path_and_goes_on_by_itself(tmp_path, what, capsys):
+    newest = begun(tmp_path)[0]
+    path = {"checkpoint": newest, "run folder": newest.parent.parent, "folder of checkpoints": newest.parent}[what]
+    before = contents(tmp_path / "a")
+    flags = {"name": "b", "resume": str(path), "total_timesteps": 500, **EVERY_BOUNDARY}
+    with Training(tmp_path, **flags) as training:
+        assert training.weight() == 2.0
+        training.iterate(3)
+    out = capsys.readouterr().out
+    assert "--total-timesteps 500 from here on, 1000000 before" in out
+    with Training(tmp_path, **flags) as training:  # the same command after an interruption
+        assert training.weight() == 4.0
+    assert contents(tmp_path / "a") == before
+
+
+def test_a_folder_of_another_run_is_not_overwritten_from_a_path(tmp_path):
+    newest = begun(tmp_path)[0]
+    with Training(tmp_path, name="b") as training:
+        training.iterate()
+    with pytest.raises(UsageError, match="was not begun from it"), Training(tmp_path, name="b", resume=str(newest)):
+        pass
+
+
+REFUSED = {
+    "another seed": ({"seed": 2}, "script", "--seed 2: .* has 1, which can't be changed on the way"),
+    "another environment": ({"env_id": "x"}, "script", "--env-id x: "),
+    "another script": ({}, "other", "is a checkpoint of script.py, not of other.py"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_carried_over_is_refused_and_leaves_nothing(tmp_path, case):
+    newest = begun(tmp_path)[0]
+    flags, script, words = REFUSED[case]
+    with pytest.raises(UsageError, match=words), Training(tmp_path, "b", script, resume=str(newest), **flags):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", None])
+def test_a_path_that_is_no_checkpoint_is_refused_and_leaves_nothing(tmp_path, content):
+    path = tmp_path / "file.pt"
+    if content is None:
+        torch.save({"weights": torch.zeros(3)}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"--resume {path}: "), Training(tmp_path, resume=str(path)):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
+
+
+@pytest.mark.parametrize("path", ["nowhere.pt", ""])
+def test_a_path_that_is_not_there_is_refused(tmp_path, path):
+    with pytest.raises(UsageError, match="must be auto, never, or a checkpoint or run folder that is there"):
+        Training(tmp_path, resume=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_machine_or_precision_is_said_aloud(tmp_path, capsys):
+    begun(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with Training(tmp_path, config={"amp_dtype": "torch.bfloat16"}):
+            pass
+    finally:
+        torch.set_num_threads(threads)
+    out = capsys.readouterr().out
+    assert f"torch_threads {threads + 1} instead of {threads}; amp_dtype torch.bfloat16 instead of torch.float32" in out
+    assert "the learner is exact, but no longer bit for bit an undisturbed run's" in out
