@@ -170,9 +170,13 @@ class Checkpoints:
         for newer, reason in damaged.items():
             newer.rename(newer.with_suffix(".damaged"))
             notes.append(f"{newer} is damaged ({reason}): renamed to .damaged, going on from {path.name}")
+        if self.run.machine["device"] == "cuda" and not self.args.torch_deterministic:
+            notes.append("--no-torch-deterministic: after an interruption the learner is exact, later bits may differ")
         for note in notes:
             run.terminal.line(note)
         if path:
+            if self.last is None:
+                del content["events"]  # of another folder
             self._restore(content)
             run.ready(f"resumed at step {run.progress.global_step:,} from {path}")
         else:
@@ -240,7 +244,8 @@ class Checkpoints:
         for name, owner in self.state.items():
             if hasattr(owner, "replay_tick"):
                 owner.replay_tick = self._replay_tick
-            owner.load_state_dict(content[name])
+            if name in content:
+                owner.load_state_dict(content[name])
             self.run.terminal.line(getattr(owner, "restore_note", ""))
         self._kept = self.run.progress.global_step // (self.args.keep_every or 1)
         with contextlib.suppress(Damaged):  # or none: the next save writes one

@@ -371,6 +371,7 @@ def test_another_run_begins_from_a_path_and_goes_on_by_itself(tmp_path, what, ca
         training.iterate(3)
     out = capsys.readouterr().out
     assert "--total-timesteps 500 from here on, 1000000 before" in out
+    assert "is lost" not in out
     with Training(tmp_path, **flags) as training:  # the same command after an interruption
         assert training.weight() == 4.0
     assert contents(tmp_path / "a") == before
