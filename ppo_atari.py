@@ -270,6 +270,7 @@ def train(args: Args) -> dict[str, Any]:
         run.terminal.line(amp.note)
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
+            run.lap("checkpoint")
             frac = 1.0 - progress.global_step / args.total_timesteps if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = frac * args.learning_rate
 

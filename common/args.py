@@ -11,7 +11,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
@@ -60,6 +59,11 @@ class SharedArgs:
         """The flags that change the result."""
         return {name: value for name, value in vars(self).items() if name not in RESULT_STAYS}
 
+    def changed(self, stored: dict[str, Any]) -> list[tuple[str, str, Any]]:
+        """Result-changing flags that were others: the field's name, the flag with its value now, the value then."""
+        flags = self.result_flags().items()
+        return [(name, f"{flag(name)} {x}", stored[name]) for name, x in flags if name in stored and stored[name] != x]
+
     def check(self) -> None:
         """Raise `UsageError` for values that no run can have. Scripts add their own and call this one."""
         for field in dataclasses.fields(self):
@@ -73,8 +77,7 @@ class SharedArgs:
         self.require("checkpoint_minutes", self.checkpoint_minutes >= 0, "must not be negative")
         self.require("keep_checkpoints", self.keep_checkpoints > 0, "must be positive")
         self.require("keep_every", self.keep_every is None or self.keep_every > 0, "must be positive")
-        there = self.resume in ("auto", "never") or (self.resume != "" and Path(self.resume).exists())
-        self.require("resume", there, "must be auto, never, or a checkpoint or run folder that is there")
+        self.require("resume", self.resume != "", "must be auto, never, or a checkpoint or run folder")
         if self.run_name is not None:
             ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", self.run_name) is not None
             self.require("run_name", ok, "must be one folder name of at most 200 letters, digits and _ . + -")

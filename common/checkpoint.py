@@ -32,6 +32,7 @@ FORMAT = 1
 SHA256_DIGITS = 64
 # Entries that belong to the process and not to the training: two checkpoints of one step may differ in them.
 OF_THE_PROCESS = ("clock", "events")
+RETRY = 60.0  # seconds after a save that failed
 ROLLING, KEPT, BEST = "step-{:012d}.pt", "keep-{:012d}.pt", "best.pt"
 
 
@@ -92,14 +93,15 @@ def read(path: Path) -> dict[str, Any]:
     """A checkpoint.
 
     Raises:
-        Damaged: it cannot be read, or is none.
+        Damaged: it is none, or no longer.
+        UsageError: it can't be read at the moment, or another version wrote it.
     """
     try:
         content = unpack(path.read_bytes())
     except OSError as error:
-        raise Damaged(error.strerror) from None
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     if content["about"]["format"] != FORMAT:
-        raise Damaged(f"its format is {content['about']['format']}, not {FORMAT}")
+        raise UsageError(f"{path} has format {content['about']['format']}, this version reads {FORMAT}")
     return content
 
 
@@ -150,34 +152,35 @@ class Checkpoints:
         # a compiled module has the names of the module that it wraps
         self.state = {name: getattr(owner, "_orig_mod", owner) for name, owner in state.items()}
         self.folder = run.dir / "checkpoints"
-        self.origin: str | None = None  # what --resume PATH began from
+        self.origin: str | None = None  # the PATH of --resume PATH that the run began from
         self.best = (0, -float("inf"))
         self.last: Path | None = None
         self.snapshot: dict[str, Any] | None = None
         self._saved_at: float | None = None  # time of the last save or attempt; None: the first boundary is to be saved
-        self._kept = 0  # multiples of keep_every so far
+        self._failed = False  # the last save
+        self._kept = 0  # multiples of keep_every that the checkpoints kept for good have passed
 
         path, content, damaged = self._find()
         notes = self._check(path, content) if path else []
+        own = path is not None and path.parent == self.folder
         if path:
             run.progress.load_state_dict(content["progress"])  # for status.json, from the start of the restore on
-        if path and path.parent == self.folder:
+        if own:
             self.last = run.last_checkpoint = path
             self._saved_at = time.perf_counter()
         run.start(resumed_from=path and str(path))
         for half in self.folder.glob("*.tmp"):
             half.unlink()
         for newer, reason in damaged.items():
-            newer.rename(newer.with_suffix(".damaged"))
-            notes.append(f"{newer} is damaged ({reason}): renamed to .damaged, going on from {path.name}")
+            notes.append(f"{newer} is damaged ({reason}): going on from {path.name}")
+            if own:
+                newer.rename(newer.with_suffix(".damaged"))
         if self.run.machine["device"] == "cuda" and not self.args.torch_deterministic:
             notes.append("--no-torch-deterministic: after an interruption the learner is exact, later bits may differ")
         for note in notes:
             run.terminal.line(note)
         if path:
-            if self.last is None:
-                del content["events"]  # of another folder
-            self._restore(content)
+            self._restore(path, content, own)
             run.ready(f"resumed at step {run.progress.global_step:,} from {path}")
         else:
             run.ready()
@@ -187,25 +190,22 @@ class Checkpoints:
     def _find(self) -> tuple[Path | None, dict[str, Any] | None, dict[Path, str]]:
         """What to go on from: the run's own newest checkpoint, else what --resume names, else nothing."""
         given = self.args.resume if self.args.resume not in ("auto", "never") else None
-        self.origin = str(Path(given).resolve()) if given else None
         if newest_first(self.folder):
             path, content, damaged = newest_good(self.folder)
-            origin = content["about"]["origin"]
-            if given and origin != self.origin:
+            self.origin = content["about"]["origin"]
+            if given and self.origin != given:
                 raise UsageError(f"--resume {given}: {self.run.dir} was not begun from it; choose another --run-name")
-            self.origin = origin
             return path, content, damaged
         if self.run.had_checkpoint:
             raise UsageError(f"{self.run.dir} had a checkpoint and has none now: --resume never sets it aside")
         if not given:
             return None, None, {}
-        path = Path(given)
+        self.origin, path = given, Path(given)
+        folder = path / "checkpoints" if os.path.isdir(path / "checkpoints") else path
+        if not os.path.exists(path) or (path.is_dir() and not newest_first(folder)):
+            raise UsageError(f"--resume {given}: no checkpoint there")
         if path.is_dir():
-            folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            if not newest_first(folder):
-                raise UsageError(f"--resume {given}: no checkpoint there")
-            path, content, _ = newest_good(folder)
-            return path, content, {}
+            return newest_good(folder)
         try:
             return path, read(path), {}
         except Damaged as error:
@@ -217,44 +217,58 @@ class Checkpoints:
         Raises:
             UsageError: it does not fit.
         """
-        about = content["about"]
+        about, machine = content["about"], self.run.machine
         if about["script"] != self.run.script:
             raise UsageError(f"{path} is a checkpoint of {about['script']}.py, not of {self.run.script}.py")
         missing = self.state.keys() - content.keys()
         if missing:
             raise UsageError(f"{path} holds no {', '.join(sorted(missing))}: another version wrote it")
         lines = []
-        for name, now in self.args.result_flags().items():
-            was, flag = about["args"].get(name, now), "--" + name.replace("_", "-")
-            if was != now and name in self.args.FIXED:
-                raise UsageError(f"{flag} {now}: {path} has {was}, which can't be changed on the way")
-            if was != now:
-                lines.append(f"{flag} {now} from here on, {was} before")
-        machine = self.run.machine
+        for name, now, was in self.args.changed(about["args"]):
+            if name in self.args.FIXED:
+                raise UsageError(f"{now}: {path} has {was}, which can't be changed on the way")
+            lines.append(f"{now} from here on, {was} before")
+        if path.parent != self.folder and about["global_step"] >= self.run.total_timesteps:
+            raise UsageError(f"--total-timesteps {self.args.total_timesteps}: {path} is at step {about['global_step']}")
         changed = [
-            f"{name} {machine.get(name)} instead of {about['machine'].get(name)}"
-            for name in about["machine"]
-            if about["machine"][name] != machine.get(name)
+            f"{name} {machine.get(name)} instead of {was}"
+            for name, was in about["machine"].items()
+            if machine.get(name) != was and (name != "git_revision" or (was and machine.get(name)))
         ]
         if changed:
             lines.append(f"{'; '.join(changed)}: the learner is exact, but no longer bit for bit an undisturbed run's")
         return lines
 
-    def _restore(self, content: dict[str, Any]) -> None:
+    def _restore(self, path: Path, content: dict[str, Any], own: bool) -> None:
+        self._restoring = path
         for name, owner in self.state.items():
+            if name == "events" and not own:
+                continue
             if hasattr(owner, "replay_tick"):
                 owner.replay_tick = self._replay_tick
-            if name in content:
+            try:
                 owner.load_state_dict(content[name])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise UsageError(f"{path}: its {name} does not fit this program: {reason}") from None
             self.run.terminal.line(getattr(owner, "restore_note", ""))
-        self._kept = self.run.progress.global_step // (self.args.keep_every or 1)
-        with contextlib.suppress(Damaged):  # or none: the next save writes one
-            self.best = tuple(read(self.folder / BEST)["about"]["rank"])
+        if own:
+            if (self.folder / BEST).exists():
+                with contextlib.suppress(Damaged):  # the next one replaces it
+                    self.best = tuple(read(self.folder / BEST)["about"]["rank"])
+            kept = [step_of(kept) for kept in newest_first(self.folder) if kept.name.startswith("keep-")]
+            self._kept = self._multiples(max(kept, default=0))
+            self._name(path, content["about"])  # a kill may have come between the file and its names
 
     def _replay_tick(self, share: float) -> None:
         if self.signals.asked:
-            raise Interrupted(f"interrupted by {self.signals.asked} while restoring: the same command continues")
+            what = f"while restoring {self._restoring}"
+            raise Interrupted(f"interrupted by {self.signals.asked} {what}: {self._goes_on()}")
         self.run.restoring(share)
+
+    def _goes_on(self) -> str:
+        without = " without --resume never" if self.args.resume == "never" else ""
+        return f"the same command{without} goes on from there"
 
     # ---- in the loop
 
@@ -273,12 +287,13 @@ class Checkpoints:
         self.stop_if_asked()
 
     def _is_due(self) -> bool:
-        minutes = self.args.checkpoint_minutes
-        on_time = minutes > 0 and time.perf_counter() - self._saved_at >= 60 * minutes
-        return on_time or self._multiples() > self._kept
+        minutes, since = self.args.checkpoint_minutes, time.perf_counter() - self._saved_at
+        on_time = minutes > 0 and since >= 60 * minutes
+        to_keep = self._multiples(self.snapshot["progress"]["global_step"]) > self._kept
+        return (on_time or to_keep) and (not self._failed or since >= RETRY)
 
-    def _multiples(self) -> int:
-        return self.run.progress.global_step // self.args.keep_every if self.args.keep_every else 0
+    def _multiples(self, step: int) -> int:
+        return step // self.args.keep_every if self.args.keep_every else 0
 
     def stop_if_asked(self) -> None:
         """Look whether a signal came. If so, save the last boundary's state and leave.
@@ -291,9 +306,7 @@ class Checkpoints:
             return
         if self.last is None or step_of(self.last) < self.snapshot["progress"]["global_step"]:
             self._try_to_write()
-        raise Interrupted(
-            f"interrupted by {self.signals.asked}: {self.last} is saved, the same command goes on from there"
-        )
+        raise Interrupted(f"interrupted by {self.signals.asked}: {self.last} is saved, {self._goes_on()}")
 
     def finish(self) -> None:
         """Save the end.
@@ -315,7 +328,7 @@ class Checkpoints:
         except OSError as error:
             if self.last is None:
                 raise
-            self._saved_at = time.perf_counter()
+            self._saved_at, self._failed = time.perf_counter(), True
             self.run.terminal.line(f"cannot save a checkpoint ({error.strerror}): the last good one is {self.last}")
 
     def _write(self) -> None:
@@ -336,9 +349,8 @@ class Checkpoints:
         self.run.set_phase("save")
         self.run.events.flush(durable=True)  # first: the checkpoint counts them
         returns = progress["returns"]
-        rank = (
-            [len(returns), sum(returns) / len(returns)] if returns else [0, -float("inf")]
-        )  # a full window counts more
+        # of two means the one of more games counts, until there are 100
+        rank = [len(returns), sum(returns) / len(returns)] if returns else [0, -float("inf")]
         about = {
             "format": FORMAT,
             "script": self.run.script,
@@ -351,26 +363,31 @@ class Checkpoints:
         process = {name: self.state[name].state_dict() for name in OF_THE_PROCESS}
         packed = pack({"about": about, **self.snapshot, **process})
         if self.last is None:
-            unpack(
-                packed
-            )  # now and not after the first loss of the machine: is there anything that can't be read back?
-        self.folder.mkdir(exist_ok=True)
+            unpack(packed)  # what can't be read back is better found now than after the loss of the machine
+        if not self.folder.exists():
+            self.folder.mkdir()
+            sync(self.run.dir)
+            sync(self.run.dir.parent)
         path = self.folder / ROLLING.format(step)
         with replacing(path) as file:
             file.write(packed)
         self.last = self.run.last_checkpoint = path
-        self._saved_at = time.perf_counter()
-
-        if tuple(rank) > self.best:
-            self.best = tuple(rank)
-            self._also(path, self.folder / BEST)
-        if self.args.keep_every and self._multiples() > self._kept:
-            self._kept = self._multiples()
-            self._also(path, self.folder / KEPT.format(step))
+        self._saved_at, self._failed = time.perf_counter(), False
+        self._name(path, about)
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
         for old in rolling[self.args.keep_checkpoints :]:
             old.unlink(missing_ok=True)
         self.run.set_phase(phase)
+
+    def _name(self, path: Path, about: dict[str, Any]) -> None:
+        """Give a checkpoint the names of the best one, and of one that is kept for good, if it is."""
+        if tuple(about["rank"]) > self.best:
+            self._also(path, self.folder / BEST)
+            self.best = tuple(about["rank"])
+        multiples = self._multiples(about["global_step"])
+        if multiples > self._kept:
+            self._also(path, self.folder / KEPT.format(about["global_step"]))
+            self._kept = multiples
 
     def _also(self, path: Path, name: Path) -> None:
         """The same file under a second name."""

@@ -3,6 +3,7 @@
 Import before torch: a training script that is stopped while it still imports leaves as it would later on.
 """
 
+import atexit
 import signal
 import sys
 import threading
@@ -15,7 +16,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Programs beside the training scripts that import them, or this, and stop at once.
 NOT_TRAINING = ("evaluate", "doctor", "drill", "sweep")
 
-_asked: list[str] = []  # the names of the signals that arrived, oldest first
+_asked: list[str] = []  # the names of all signals that arrived, oldest first
+_answered = 0  # how many of them a run has looked at
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -37,26 +39,29 @@ def listen() -> dict[int, object]:
 
 
 class StopSignals:
-    """Catch the signals for the time of a `with` block.
+    """Catch the signals for the time of a `with` block. A signal that came before, and that no run looked at, counts.
 
     In a thread, where Python allows no handlers, nothing is caught and whoever started the thread has to `ask`.
     """
 
     def __enter__(self) -> "StopSignals":
+        self._first = self._seen = _answered
         self._before = listen()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        global _answered
+        _answered = max(_answered, self._seen)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        _asked.clear()
 
     @property
     def asked(self) -> str | None:
         """The name of the first signal that arrived. Later ones change nothing."""
-        return _asked[0] if _asked else None
+        self._seen = len(_asked)
+        return _asked[self._first] if self._seen > self._first else None
 
     def ask(self, reason: str) -> None:
         """As if a signal had arrived; from any thread."""
@@ -71,5 +76,12 @@ def _is_training_script() -> bool:
     return path.parent == Path(__file__).resolve().parent.parent and path.stem not in NOT_TRAINING
 
 
+def _ignore() -> None:
+    """While Python and torch shut down: a second signal must not change the exit status."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 if _is_training_script():
     listen()
+    atexit.register(_ignore)

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar, text
 
-from common.errors import Interrupted, UsageError
+from common.errors import Interrupted, SaveError, UsageError
 from common.files import read_json, replacing, write_json
 
 # seconds
@@ -58,9 +59,11 @@ class Clock:
     The time between a process's end and the next one's start is in none of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, script: str) -> None:
         self.before = 0.0
         self.since = time.perf_counter()
+        if Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem == script:  # its imports cost money too
+            self.since -= time.time() - psutil.Process().create_time()
 
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self.since
@@ -94,7 +97,8 @@ class Events:
             OSError: it cannot be made.
         """
         # Readers take files in the order of their names, which begin with the time; clocks of machines differ.
-        others = [int(path.name.split(".")[3]) for path in self.folder.glob("events.out.tfevents.*")]
+        names = (re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in self.folder.iterdir())
+        others = [int(name[1]) for name in names if name]
         when = max([int(time.time()), *(other + 1 for other in others)])
         self.path = self.folder / f"events.out.tfevents.{when:010d}.{socket.gethostname()}.{os.getpid()}"
         self._descriptor = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -166,7 +170,7 @@ class Run:
         self.args, self.script = args, script
         self.dir = Path(args.runs_dir) / name
         self.total_timesteps = total_timesteps
-        self.progress, self.clock, self.events = Progress(), Clock(), Events(self.dir)
+        self.progress, self.clock, self.events = Progress(), Clock(script), Events(self.dir)
         self.terminal = Terminal()
         self.sps: float | None = None
         self.phase = "start"
@@ -185,7 +189,7 @@ class Run:
             "device": torch.device(config["device"]).type,
             "amp_dtype": config["amp_dtype"],
         }
-        self._lock, self._new = claim(self.dir, set_aside=args.resume == "never")
+        self._lock, self._new, self._old = claim(self.dir, set_aside=args.resume == "never")
         try:
             self._refuse_another_run(read_json(self.dir / "config.json"))
         except UsageError:
@@ -193,17 +197,18 @@ class Run:
             raise
         status = read_json(self.dir / "status.json")
         self.complete = (self.dir / "summary.json").exists()
-        self.had_checkpoint = status.get("last_checkpoint") is not None
-        self.clock.before = status.get("seconds") or 0.0
+        remains = [path for path in self.dir.glob("checkpoints/*") if path.suffix != ".tmp"]
+        self.had_checkpoint = bool(remains) or status.get("last_checkpoint") is not None
+        seconds = status.get("seconds")
+        self.clock.before = float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def _refuse_another_run(self, config: dict[str, Any]) -> None:
-        script, flags = config.get("script", self.script), config.get("args", {})
+        script = config.get("script", self.script)
         if script != self.script:
             raise UsageError(f"{self.dir} is a run of {script}.py: choose another --run-name")
-        for name, value in self.args.result_flags().items():
-            if name in flags and flags[name] != value:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {value}: {self.dir} has {flags[name]}; choose another --run-name")
+        flags = config.get("args")
+        for _, now, was in self.args.changed(flags if isinstance(flags, dict) else {}):
+            raise UsageError(f"{now}: {self.dir} has {was}; choose another --run-name")
 
     def __enter__(self) -> "Run":
         return self
@@ -228,7 +233,7 @@ class Run:
             self.terminal.line(str(error))
         elif error is not None:
             self.set_phase("failed")
-            if self.last_checkpoint:
+            if self.last_checkpoint and self._warm:  # not while restoring it
                 at = f"failed at step {self.progress.global_step:,}"
                 self.terminal.line(f"{at}: {self.last_checkpoint} is good, the same command goes on from there")
         self.events.close()
@@ -247,14 +252,14 @@ class Run:
             self.write_status()
         except OSError as error:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
-        self.terminal.line(f"run {self.dir}")
+        self.terminal.line(f"run {self.dir}" + (f", the old one is now {self._old}" if self._old else ""))
 
     def ready(self, note: str = "") -> None:
         """The state is restored, or a new one is complete: open the event file, start the clocks of this process."""
         purge_step = self.progress.global_step + 1 if self.resumed_from else 0
         try:
             self.events.open(purge_step)
-            if not self.resumed_from:
+            if self.last_checkpoint is None:
                 rows = "".join(f"|{key}|{value}|\n" for key, value in self.config["args"].items())
                 self.events.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
             self.events.flush()
@@ -387,15 +392,29 @@ class Run:
             write_json(self.dir / "status.json", status, durable=False)
 
     def save(self, name: str, state: dict[str, torch.Tensor]) -> None:
-        """Write a network's state dict into the folder, as CPU tensors, beside first, then in place."""
-        with replacing(self.dir / name) as file:
-            torch.save({key: value.cpu() for key, value in state.items()}, file)
+        """Write a network's state dict into the folder, as CPU tensors, beside first, then in place.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        try:
+            with replacing(self.dir / name) as file:
+                torch.save({key: value.cpu() for key, value in state.items()}, file)
+        except (OSError, RuntimeError) as error:  # the second one is torch's, raised while it handles the first
+            raise SaveError(f"cannot write {self.dir / name}: {error}") from None
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json, say the last lines, and return the summary. The run is complete then."""
+        """Write summary.json, say the last lines, and return the summary. The run is complete then.
+
+        Raises:
+            SaveError: it could not be written.
+        """
         peak = {"peak_memory_mib": peak_memory_mib(), "run_dir": str(self.dir)}
         summary = {**self.results(), **peak, **self.progress.scalars}
-        write_json(self.dir / "summary.json", summary)
+        try:
+            write_json(self.dir / "summary.json", summary)
+        except OSError as error:
+            raise SaveError(f"cannot write {self.dir / 'summary.json'}: {error.strerror}") from None
         self.set_phase("complete")
         self.terminal.progress(self.progress_line())
         self.terminal.line(f"complete in {duration(summary['seconds'])}: {self.dir}")
@@ -407,20 +426,21 @@ class Run:
         return read_json(self.dir / "summary.json")
 
 
-def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool]:
+def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool, Path | None]:
     """Take the lock of a run folder, made if need be. The kernel releases it when this process ends, however it ends.
 
     Args:
         set_aside: a run that is there already is renamed, and a new folder made.
 
     Returns:
-        the lock's file descriptor, and whether the folder is new.
+        the lock's file descriptor, whether the folder is new, and the new name of one that was set aside.
 
     Raises:
         UsageError: a process holds the folder, it is no run's, or it cannot be made or locked.
     """
     try:
-        if folder.exists() and any(folder.iterdir()) and not (folder / ".lock").exists():
+        ours = any((folder / name).exists() for name in (".lock", "config.json"))
+        if folder.exists() and any(folder.iterdir()) and not ours:
             raise UsageError(f"{folder} is there already and no run's: move it away or choose another --run-name")
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
@@ -444,9 +464,10 @@ def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool]:
         new = len(list(folder.iterdir())) == 1
         if set_aside and not new:
             others = (folder.with_name(f"{folder.name}.old-{number}") for number in itertools.count(1))
-            folder.rename(next(other for other in others if not other.exists()))
+            old = next(other for other in others if not other.exists())
+            folder.rename(old)
             os.close(lock)
-            return claim(folder)
+            return *claim(folder)[:2], old
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()}\n".encode())
     except FileNotFoundError:
@@ -455,7 +476,7 @@ def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool]:
     except OSError as error:
         os.close(lock)
         raise UsageError(f"--runs-dir: cannot write into {folder}: {error.strerror}") from None
-    return lock, new
+    return lock, new, None
 
 
 class Terminal:
@@ -541,5 +562,7 @@ def git_revision() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         where = Path(__file__).parent
         git = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        # a session of its own: Ctrl-C is not for it
+        done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True, start_new_session=True)
+        return done.stdout.strip()
     return None

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import common.checkpoint
 from common.args import SharedArgs
 from common.checkpoint import Checkpoints, Damaged, Rng, newest_first, read
 from common.errors import Interrupted, SaveError, UsageError
@@ -29,7 +30,7 @@ class Training:
         self.args.check()
         self.signals = StopSignals()
         config = {"device": "cpu", "amp_dtype": "torch.float32", "args": vars(self.args), **(config or {})}
-        self.run = Run(self.args, script, name, 1000, config)
+        self.run = Run(self.args, script, name, self.args.total_timesteps, config)
         self.net = net or nn.Linear(300, 300, bias=False)
         nn.init.zeros_(self.net.weight)
 
@@ -261,20 +262,71 @@ def test_nothing_is_touched_where_no_checkpoint_is_good(tmp_path):
     for path in begun(tmp_path):
         path.write_bytes(path.read_bytes()[:-1])
     before = contents(tmp_path / "a")
+    del before[".lock"]  # the number of the process
     with pytest.raises(UsageError, match=r"none of step-0+20.pt, step-0+10.pt in .* can be read"), Training(tmp_path):
         pass
-    before[".lock"] = (tmp_path / "a" / ".lock").read_bytes()
-    assert contents(tmp_path / "a") == before
+    after = contents(tmp_path / "a")
+    del after[".lock"]
+    assert after == before
     with Training(tmp_path, resume="never") as training:
         assert training.weight() == 0.0
     assert (tmp_path / "a.old-1" / "checkpoints" / "step-000000000020.pt").exists()
 
 
-def test_lost_checkpoints_are_not_taken_for_a_new_run(tmp_path):
-    begun(tmp_path)
-    shutil.rmtree(tmp_path / "a" / "checkpoints")
+@pytest.mark.parametrize("lost", ["all", "all but the best, and status.json is empty"])
+def test_lost_checkpoints_are_not_taken_for_a_new_run(tmp_path, lost):
+    with Training(tmp_path, **EVERY_BOUNDARY) as training:
+        training.iterate(3, returns=1.0)
+    for path in (tmp_path / "a" / "checkpoints").iterdir():
+        if lost == "all" or path.name != "best.pt":
+            path.unlink()
+    if lost != "all":
+        (tmp_path / "a" / "status.json").write_text("")
     with pytest.raises(UsageError, match="had a checkpoint and has none now"), Training(tmp_path):
         pass
+
+
+def test_a_file_that_cannot_be_read_at_the_moment_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    newest = begun(tmp_path)[0]
+    before = contents(tmp_path / "a" / "checkpoints")
+    real = type(newest).read_bytes
+
+    def fail(path):
+        if path == newest:
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(newest), "read_bytes", fail)
+        with pytest.raises(UsageError, match=r"cannot read .*: Input/output error"), Training(tmp_path):
+            pass
+    assert contents(tmp_path / "a" / "checkpoints") == before
+
+
+def test_a_checkpoint_of_another_format_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    begun(tmp_path)
+    before = contents(tmp_path / "a" / "checkpoints")
+    monkeypatch.setattr(common.checkpoint, "FORMAT", 2)
+    with pytest.raises(UsageError, match="has format 1, this version reads 2"), Training(tmp_path):
+        pass
+    assert contents(tmp_path / "a" / "checkpoints") == before
+
+
+def test_names_that_a_kill_prevented_are_given_at_the_next_start(tmp_path):
+    with Training(tmp_path, keep_every=25, **EVERY_BOUNDARY) as training:
+        training.iterate(4, returns=1.0)
+    for name in ("keep-000000000030.pt", "best.pt"):
+        (tmp_path / "a" / "checkpoints" / name).unlink()
+    with Training(tmp_path, keep_every=25, **EVERY_BOUNDARY):
+        assert names(tmp_path)[:2] == ["best.pt", "keep-000000000030.pt"]
+
+
+def test_a_signal_beyond_a_multiple_keeps_no_boundary_before_it(tmp_path):
+    with pytest.raises(Interrupted), Training(tmp_path, keep_every=25) as training:
+        training.iterate(3)  # the last boundary was 20, the step is 30
+        training.signals.ask("the test")
+        training.checkpoints.stop_if_asked()
+    assert not any(name.startswith("keep") for name in names(tmp_path))
 
 
 def test_half_written_files_of_a_killed_process_are_removed(tmp_path):
@@ -298,7 +350,8 @@ class FullDisk:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def test_a_periodic_save_that_fails_warns_and_training_goes_on(tmp_path, capsys):
+def test_a_periodic_save_that_fails_warns_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(common.checkpoint, "RETRY", 0.0)
     with Training(tmp_path, **EVERY_BOUNDARY) as training:
         training.iterate(2)
         before = contents(tmp_path / "a" / "checkpoints")
@@ -309,6 +362,14 @@ def test_a_periodic_save_that_fails_warns_and_training_goes_on(tmp_path, capsys)
         training.iterate(1)
         assert training.weight() == 5.0
     assert names(tmp_path)[-1] == "step-000000000040.pt"
+
+
+def test_a_full_disk_is_not_asked_again_at_every_boundary(tmp_path, capsys):
+    with Training(tmp_path, keep_every=10, **EVERY_BOUNDARY) as training:
+        training.iterate(2)
+        with FullDisk(200_000):
+            training.iterate(5)
+        assert capsys.readouterr().out.count("cannot save a checkpoint") == 1
 
 
 def test_a_stop_on_a_full_disk_leaves_the_last_good_one(tmp_path):
@@ -388,6 +449,7 @@ def test_a_folder_of_another_run_is_not_overwritten_from_a_path(tmp_path):
 REFUSED = {
     "another seed": ({"seed": 2}, "script", "--seed 2: .* has 1, which can't be changed on the way"),
     "another environment": ({"env_id": "x"}, "script", "--env-id x: "),
+    "fewer steps than there are": ({"total_timesteps": 20}, "script", "--total-timesteps 20: .* is at step 20"),
     "another script": ({}, "other", "is a checkpoint of script.py, not of other.py"),
 }
 
@@ -413,11 +475,45 @@ def test_a_path_that_is_no_checkpoint_is_refused_and_leaves_nothing(tmp_path, co
     assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]
 
 
-@pytest.mark.parametrize("path", ["nowhere.pt", ""])
-def test_a_path_that_is_not_there_is_refused(tmp_path, path):
-    with pytest.raises(UsageError, match="must be auto, never, or a checkpoint or run folder that is there"):
-        Training(tmp_path, resume=path)
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("nowhere.pt", "no checkpoint there"), ("a" * 300, "no checkpoint there"), ("", "must be auto, never, or")],
+)
+def test_a_path_that_is_not_there_is_refused(tmp_path, path, words):
+    with pytest.raises(UsageError, match=words), Training(tmp_path, resume=path):
+        pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_begun_from_a_path_goes_on_when_the_path_is_gone_or_the_runs_have_moved(tmp_path):
+    begun(tmp_path / "there")
+    (tmp_path / "link").symlink_to("there")
+    flags = {"name": "b", "resume": str(tmp_path / "link" / "a"), **EVERY_BOUNDARY}
+    with Training(tmp_path / "there", **flags) as training:
+        training.iterate(3)
+    shutil.rmtree(tmp_path / "there" / "a")
+    (tmp_path / "there").rename(tmp_path / "elsewhere")
+    with Training(tmp_path / "elsewhere", **flags) as training:
+        assert training.weight() == 4.0
+
+
+def test_a_fallback_within_a_path_is_said_and_leaves_it_alone(tmp_path, capsys):
+    newest = begun(tmp_path)[0]
+    newest.write_bytes(b"")
+    before = contents(tmp_path / "a")
+    with Training(tmp_path, "b", resume=str(tmp_path / "a")) as training:
+        assert training.weight() == 1.0
+    assert f"{newest} is damaged (its checksum is wrong): going on from step-000000000010.pt" in capsys.readouterr().out
+    assert contents(tmp_path / "a") == before
+
+
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(tmp_path):
+    newest = begun(tmp_path)[0]
+    net = nn.Linear(2, 2, bias=False)
+    with pytest.raises(UsageError, match=r"its net does not fit this program: .*size mismatch"):  # noqa: SIM117
+        with Training(tmp_path, "b", net=net, resume=str(newest)):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_another_machine_or_precision_is_said_aloud(tmp_path, capsys):

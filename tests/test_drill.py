@@ -1,5 +1,10 @@
 """The fire drill: it passes what keeps the contract and finds what breaks it."""
 
+import subprocess
+import sys
+import time
+
+import psutil
 import pytest
 import torch
 from conftest import ROOT, run_script
@@ -27,7 +32,7 @@ def status(phase):
 
 def save():
     status("save")
-    time.sleep(0.02)
+    time.sleep(0.05)
     beside = folder / "new.tmp"
     torch.save({**state, "clock": time.time()}, beside)
     beside.replace(folder / "checkpoints" / f"step-{state['step']:012d}.pt")
@@ -42,7 +47,7 @@ while state["step"] < (5 if fault == "short" else 40):
     save()
     for phase in ("rollout", "update"):
         status(phase)
-        time.sleep(0.02)
+        time.sleep(0.05)
         if stopped:
             sys.exit(0 if fault == "pretends" else 1 if fault == "wrong status" else 75)
     state["step"] += 1
@@ -119,6 +124,25 @@ def test_bad_input_is_refused(tmp_path, case):
     assert done.returncode == 2
     assert words in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drill_that_is_killed_leaves_no_training_behind(tmp_path):
+    script = tmp_path / "theirs.py"
+    script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(300)\n")
+    words = [sys.executable, str(ROOT / "drill.py"), "--dir", "drill", str(script)]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.kill()
+    process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(pid), seconds=5)
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_drill_passes_on_ppo(tmp_path):

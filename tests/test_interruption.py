@@ -15,7 +15,8 @@ from conftest import ROOT, run_script
 
 import drill
 import ppo_atari
-from common.errors import Interrupted, UsageError
+from common.errors import Interrupted, SaveError, UsageError
+from common.preemption import StopSignals
 from ppo_atari import Args
 
 SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 320}
@@ -27,9 +28,9 @@ def train(tmp_path, name: str, **flags) -> dict:
 
 
 def interrupt_at(monkeypatch, look: int | None) -> None:
-    """Let a signal arrive before the loop looks for one for the `look`-th time in a process."""
+    """Let a signal arrive before a process looks for one for the `look`-th time."""
 
-    class Asking(ppo_atari.StopSignals):
+    class Asking(StopSignals):
         looks = 0
 
         @property
@@ -40,14 +41,28 @@ def interrupt_at(monkeypatch, look: int | None) -> None:
     monkeypatch.setattr(ppo_atari, "StopSignals", Asking)
 
 
-def train_in_pieces(tmp_path, monkeypatch, name: str, looks: list[int], **flags) -> None:
-    """Interrupt a run once for each number, then let it complete."""
+def train_in_pieces(tmp_path, monkeypatch, name: str, looks: list[int], **flags) -> list[str]:
+    """Interrupt a run once for each number, then let it complete. Returns the phases in which it was interrupted."""
+    phases = []
+    real = ppo_atari.Run.set_phase
+
+    def noting(run, phase):
+        if phase == "interrupted":
+            phases.append(before[0])
+        elif phase != "save":
+            before[0] = phase
+        real(run, phase)
+
     for look in looks:
+        before = ["restore"]
         interrupt_at(monkeypatch, look)
-        with pytest.raises(Interrupted):
-            train(tmp_path, name, **flags)
+        with monkeypatch.context() as patch:
+            patch.setattr(ppo_atari.Run, "set_phase", noting)
+            with pytest.raises(Interrupted):
+                train(tmp_path, name, **flags)
     interrupt_at(monkeypatch, None)
     train(tmp_path, name, **flags)
+    return phases
 
 
 KINDS = {
@@ -62,10 +77,17 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_at_many_places_it_ends_bit_for_bit_as_undisturbed(tmp_path, monkeypatch, kind):
     train(tmp_path, "whole", **KINDS[kind])
-    # in the first rollout, between two minibatches, within one, at a boundary, in the second process's first step
-    looks = [5, LOOKS, LOOKS - 1, LOOKS + 2, 2, 2 * LOOKS - 3]
-    train_in_pieces(tmp_path, monkeypatch, "pieces", looks, **KINDS[kind])
+    looks = [5, LOOKS, LOOKS - 1, LOOKS + 2, 2, 3 * LOOKS - 3]
+    phases = train_in_pieces(tmp_path, monkeypatch, "pieces", looks, **KINDS[kind])
+    if kind == "Breakout":
+        assert phases == ["rollout", "update", "update", "rollout", "restore", "update"]
     assert drill.compare(tmp_path / "whole", tmp_path / "pieces") == []
+    end = drill.final_checkpoint(tmp_path / "pieces")
+    assert end.keys() == {"about", "progress", "agent", "optimizer", "amp", "envs", "rng"}
+    if kind == "early stopping":
+        assert end["progress"]["updates"] < 5 * 2 * 2
+    if kind == "fp16 with loss scaling":
+        assert end["amp"]["_growth_tracker"] == end["progress"]["updates"] > 0  # of all processes
 
 
 def test_games_that_end_and_restart_everywhere_are_no_obstacle(tmp_path, monkeypatch):
@@ -148,6 +170,25 @@ def test_an_error_in_the_loop_names_the_last_good_checkpoint_and_the_run_goes_on
     assert drill.compare(tmp_path / "whole", tmp_path / "failed") == []
 
 
+@pytest.mark.parametrize("name", ["agent.pt", "summary.json"])
+def test_an_end_that_cannot_be_written_is_one_line_and_the_next_start_writes_it(tmp_path, monkeypatch, name):
+    import common.files
+
+    real = os.replace
+
+    def full(source, target):
+        if str(target).endswith(name):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common.files.os, "replace", full)
+        with pytest.raises(SaveError, match=f"cannot write .*{name}.*No space left on device"):
+            train(tmp_path, "a", total_timesteps=64)
+    assert train(tmp_path, "a", total_timesteps=64)["global_step"] == 64
+    assert (tmp_path / "a" / name).exists()
+
+
 # ---- real processes
 
 
@@ -173,10 +214,12 @@ def test_a_signal_ends_a_process_with_status_75_and_one_line(tmp_path):
     process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     wait_for_phase(tmp_path / "runs" / "a", "update")
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C reaches every process of a terminal
-    os.killpg(process.pid, signal.SIGTERM)
     sent = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    while process.poll() is None:  # until it is gone, also while Python shuts down
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(0.002)
     assert time.monotonic() - sent < 5
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (75, "")
     (line,) = [line for line in out.splitlines() if line.startswith("interrupted")]
     saved = next((tmp_path / "runs" / "a" / "checkpoints").glob("step-*.pt"))

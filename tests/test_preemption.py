@@ -27,6 +27,24 @@ def test_each_signal_sets_the_flag_and_a_second_one_changes_nothing(number):
         assert signals.asked is None
 
 
+def test_a_signal_that_no_run_looked_at_is_the_next_runs():
+    with StopSignals() as first:
+        assert first.asked is None
+        os.kill(os.getpid(), signal.SIGTERM)  # after its last look
+    with StopSignals() as second:
+        assert second.asked == "SIGTERM"
+    with StopSignals() as third:
+        assert third.asked is None
+
+
+def test_a_run_within_another_does_not_hide_the_signal():
+    with StopSignals() as outer:
+        with StopSignals() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inner.asked == "SIGTERM"
+        assert outer.asked == "SIGTERM"
+
+
 def test_a_hangup_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -65,13 +65,33 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
     assert "complete already: " in capsys.readouterr().out
 
 
-def test_resume_never_sets_the_old_folder_aside(tmp_path):
+@pytest.mark.parametrize("damage", ["", "[1", "null", '{"seconds": "x", "args": 3, "last_checkpoint": null}'])
+def test_damaged_json_is_no_obstacle(tmp_path, damage):
+    with write_points(tmp_path, 8):
+        pass
+    for name in ("status.json", "config.json"):
+        (tmp_path / "a" / name).write_text(damage)
+    (tmp_path / "a" / "events.out.tfevents.backup").write_text("x")
+    with write_points(tmp_path, 8, 16):
+        pass
+
+
+def test_a_folder_copied_without_its_lock_is_a_run(tmp_path):
+    with make_run(tmp_path):
+        pass
+    (tmp_path / "a" / ".lock").unlink()
+    with make_run(tmp_path):
+        pass
+
+
+def test_resume_never_sets_the_old_folder_aside(tmp_path, capsys):
     for number in range(3):
         with make_run(tmp_path, resume="never") as run:
             run.progress.global_step = number
             run.finish()
     steps = {path.name: json.loads((path / "summary.json").read_text())["global_step"] for path in tmp_path.iterdir()}
     assert steps == {"a.old-1": 0, "a.old-2": 1, "a": 2}
+    assert f"the old one is now {tmp_path / 'a.old-2'}" in capsys.readouterr().out
 
 
 def test_a_run_in_use_is_not_set_aside(tmp_path):
