@@ -81,6 +81,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_script_that_breaks_the_contract_fails(tmp_path, fault):
     done = run_drill(tmp_path, fault, "--kills", "1", "--terms", "1")
@@ -89,6 +90,7 @@ def test_a_script_that_breaks_the_contract_fails(tmp_path, fault):
     assert FAULTS[fault] in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_is_no_pass(tmp_path):
     done = run_drill(tmp_path, "short", "--kills", "9", "--terms", "0")
     assert done.returncode == 1

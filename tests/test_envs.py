@@ -472,9 +472,9 @@ def test_an_exception_from_the_tick_ends_a_restore():
 )
 @pytest.mark.parametrize("kind", ["{}NoFrameskip-v4", "ALE/{}-v5"])
 def test_restored_emulators_of_many_games_play_on(game, kind):
-    envs, again = (AtariEnvs(kind.format(game), 4) for _ in range(2))
+    envs, again = (AtariEnvs(kind.format(game), 2) for _ in range(2))
     envs.reset(seed=3)
-    for action in random_actions(envs, 1_500):
+    for action in random_actions(envs, 800):
         envs.step(action)
     again.load_state_dict(envs.state_dict())
     assert again.restore_note == ""

@@ -74,13 +74,17 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("bf16", "early stopping") else []) for kind in KINDS],
+)
 def test_interrupted_at_many_places_it_ends_bit_for_bit_as_undisturbed(tmp_path, monkeypatch, kind):
     train(tmp_path, "whole", **KINDS[kind])
     looks = [5, LOOKS, LOOKS - 1, LOOKS + 2, 2, 3 * LOOKS - 3]
     phases = train_in_pieces(tmp_path, monkeypatch, "pieces", looks, **KINDS[kind])
     if kind == "Breakout":
-        assert phases == ["rollout", "update", "update", "rollout", "restore", "update"]
+        # the fourth at a boundary, when the phase still has its name from before
+        assert phases == ["rollout", "update", "update", "update", "restore", "rollout"]
     assert drill.compare(tmp_path / "whole", tmp_path / "pieces") == []
     end = drill.final_checkpoint(tmp_path / "pieces")
     assert end.keys() == {"about", "progress", "agent", "optimizer", "amp", "envs", "rng"}
@@ -90,6 +94,7 @@ def test_interrupted_at_many_places_it_ends_bit_for_bit_as_undisturbed(tmp_path,
         assert end["amp"]["_growth_tracker"] == end["progress"]["updates"] > 0  # of all processes
 
 
+@pytest.mark.slow
 def test_games_that_end_and_restart_everywhere_are_no_obstacle(tmp_path, monkeypatch):
     real = ppo_atari.AtariEnvs
     monkeypatch.setattr(ppo_atari, "AtariEnvs", lambda *args: real(*args, max_num_frames_per_episode=20))
@@ -100,6 +105,7 @@ def test_games_that_end_and_restart_everywhere_are_no_obstacle(tmp_path, monkeyp
     assert json.loads((tmp_path / "pieces" / "summary.json").read_text())["games"] > 200
 
 
+@pytest.mark.slow
 def test_a_run_with_precision_switched_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
     interrupt_at(monkeypatch, LOOKS + 5)
     for name, flags in (("fp16", {"amp": True, "amp_dtype": "fp16"}), ("fp32", {})):
@@ -244,7 +250,7 @@ def test_a_dropped_connection_is_a_stop_and_under_nohup_it_is_not(tmp_path):
         name = "nohup" if nohup else "plain"
         main, side = pty.openpty()
         prepare = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if nohup else None
-        flags = ["--total-timesteps", "1536", "--run-name", name]
+        flags = ["--total-timesteps", "768", "--run-name", name]
         process = start(
             tmp_path, *flags, stdin=side, stdout=side, stderr=side, start_new_session=True, preexec_fn=prepare
         )
@@ -254,12 +260,12 @@ def test_a_dropped_connection_is_a_stop_and_under_nohup_it_is_not(tmp_path):
         process.send_signal(signal.SIGHUP)
         assert process.wait(120) == (0 if nohup else 75)
     summary = json.loads((tmp_path / "runs" / "nohup" / "summary.json").read_text())
-    assert summary["global_step"] == 1536
+    assert summary["global_step"] == 768
 
 
 def test_a_second_process_is_refused_and_a_killed_one_is_no_obstacle(tmp_path):
-    flags = ["--run-name", "a", "--num-steps", "16", "--total-timesteps", "1280"]
-    process = start(tmp_path, "--total-timesteps", "1280", stdout=subprocess.DEVNULL)
+    flags = ["--run-name", "a", "--num-steps", "16", "--total-timesteps", "640"]
+    process = start(tmp_path, "--total-timesteps", "640", stdout=subprocess.DEVNULL)
     wait_for_phase(tmp_path / "runs" / "a", "rollout")
     second = run_script("ppo_atari.py", *flags, cwd=tmp_path)
     assert second.returncode == 2
@@ -272,10 +278,13 @@ def test_a_second_process_is_refused_and_a_killed_one_is_no_obstacle(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["rollout", "update"])
-def test_a_signal_in_a_long_rollout_or_a_large_minibatch_ends_within_5_seconds(tmp_path, phase):
-    flags = ["--num-steps", "4096", "--total-timesteps", "65536"]
-    process = start(tmp_path, *flags, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("phase", "sizes"),
+    # minibatches of the same size: the second rollout is over sooner
+    [("rollout", ["--num-steps", "4096"]), ("update", ["--num-steps", "1024", "--num-minibatches", "1"])],
+)
+def test_a_signal_in_a_long_rollout_or_a_large_minibatch_ends_within_5_seconds(tmp_path, phase, sizes):
+    process = start(tmp_path, *sizes, "--total-timesteps", "65536", stdout=subprocess.PIPE, text=True)
     wait_for_phase(tmp_path / "runs" / "a", phase, seconds=300)
     time.sleep(3.0)  # into the middle of it
     sent = time.monotonic()
