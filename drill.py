@@ -269,8 +269,8 @@ class Drill:
         if number != signal.SIGKILL:
             self.exit_seconds.append(seconds)
         self.landed[name, phase] += 1
-        total = len(self.plan)
-        print(f"{delivered + 1}/{total} {name} in {phase} at step {after['global_step']:,}", flush=True)
+        gone = "" if number == signal.SIGKILL else f", gone in {seconds:.2f} s"
+        print(f"{delivered + 1}/{len(self.plan)} {name} in {phase} at step {after['global_step']:,}{gone}", flush=True)
         return True
 
     def missed(self) -> list[str]:

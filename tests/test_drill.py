@@ -147,6 +147,7 @@ def wait_until(condition, seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_the_drill_passes_on_ppo(tmp_path):
     sizes = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--update-epochs", "2"]
     flags = [str(ROOT / "ppo_atari.py"), *sizes, "--total-timesteps", "2560"]

@@ -245,6 +245,7 @@ def test_a_signal_during_the_imports_counts(tmp_path):
     assert "checkpoints/step-000000000000.pt is saved" in out
 
 
+@pytest.mark.slow
 def test_a_dropped_connection_is_a_stop_and_under_nohup_it_is_not(tmp_path):
     for nohup in (False, True):
         name = "nohup" if nohup else "plain"
