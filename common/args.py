@@ -172,7 +172,10 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     except Interrupted:
-        sys.exit(os.EX_TEMPFAIL)
+        # all is written: Python and torch would take most of a second to shut down, and the machine may be gone by then
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(os.EX_TEMPFAIL)
     except (FloatingPointError, SaveError) as error:
         print("error:", error, file=sys.stderr)
         sys.exit(1)
