@@ -92,7 +92,7 @@ def test_a_script_that_breaks_the_contract_fails(tmp_path, fault):
 
 @pytest.mark.slow
 def test_a_run_that_is_too_short_is_no_pass(tmp_path):
-    done = run_drill(tmp_path, "short", "--kills", "9", "--terms", "0")
+    done = run_drill(tmp_path, "short", "--kills", "30", "--terms", "0")
     assert done.returncode == 1
     assert "make the run longer" in done.stdout
 
