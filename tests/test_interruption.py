@@ -76,7 +76,12 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("bf16", "early stopping") else []) for kind in KINDS],
+    [
+        pytest.param(
+            kind, marks=[pytest.mark.slow] if kind in ("bf16", "fp16 with loss scaling", "early stopping") else []
+        )
+        for kind in KINDS
+    ],
 )
 def test_interrupted_at_many_places_it_ends_bit_for_bit_as_undisturbed(tmp_path, monkeypatch, kind):
     train(tmp_path, "whole", **KINDS[kind])
