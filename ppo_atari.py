@@ -166,10 +166,12 @@ def compute_gae(
     # where, not a product: what is left out may be infinite
     deltas = rewards + gamma * torch.where(terminations, 0.0, next_values) - values
     decay = gamma * gae_lambda * (~(terminations | truncations)).float()
-    advantages = torch.empty_like(rewards)
     lastgaelam = torch.zeros_like(next_value)
-    for t in reversed(range(len(rewards))):
-        advantages[t] = lastgaelam = deltas[t] + decay[t] * lastgaelam
+    backwards = []
+    for delta_t, decay_t in zip(reversed(deltas.unbind()), reversed(decay.unbind()), strict=True):
+        lastgaelam = delta_t + decay_t * lastgaelam
+        backwards.append(lastgaelam)
+    advantages = torch.stack(backwards).flip(0)
     return advantages, advantages + values
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from common.errors import Interrupted, SaveError, UsageError
+from common.errors import Interrupted, SaveError, UsageError, WorkerError
 
 
 @dataclass
@@ -91,6 +91,7 @@ FLOAT32_MAX = 3.4e38
 
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
+RESULT_STAYS |= {"compile", "async_envs"}
 IN_THE_NAME = {"env_id", "seed"}
 
 
@@ -176,6 +177,6 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(os.EX_TEMPFAIL)
-    except (FloatingPointError, SaveError) as error:
+    except (FloatingPointError, SaveError, WorkerError) as error:
         print("error:", error, file=sys.stderr)
         sys.exit(1)

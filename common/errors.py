@@ -11,3 +11,7 @@ class Interrupted(Exception):
 
 class SaveError(Exception):
     """The end of a run could not be saved: one line, exit status 1."""
+
+
+class WorkerError(Exception):
+    """A process that simulates an environment has died: one line, exit status 1."""

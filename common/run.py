@@ -312,8 +312,10 @@ class Run:
 
     def log_episodes(self, info: dict[str, Any]) -> None:
         """Log the games that ended in one environment step, from gymnasium's `info["episode"]` layout."""
+        if "_episode" not in info:
+            return
         progress = self.progress
-        for i in np.flatnonzero(info.get("_episode", ())):
+        for i in np.flatnonzero(info["_episode"]):
             episodic_return = float(info["episode"]["r"][i])
             self.events.add("charts/episodic_return", episodic_return, progress.global_step)
             self.events.add("charts/episodic_length", int(info["episode"]["l"][i]), progress.global_step)

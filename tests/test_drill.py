@@ -64,6 +64,7 @@ def run_drill(tmp_path, fault: str, *flags: str):
     return run_script("drill.py", *flags, "--dir", "drill", str(script), fault, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_script_that_keeps_the_contract_passes(tmp_path):
     done = run_drill(tmp_path, "none", "--kills", "2", "--terms", "2")
     assert done.returncode == 0, done.stdout + done.stderr

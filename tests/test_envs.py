@@ -87,10 +87,10 @@ class BareGame:
         ("SeaquestNoFrameskip-v4", "seaquest", 0.0),
         ("PongNoFrameskip-v4", "pong", 0.0),  # no lives
         ("ALE/Breakout-v5", "breakout", 0.25),
-        ("BreakoutNoFrameskip-v0", "breakout", 0.25),
+        pytest.param("BreakoutNoFrameskip-v0", "breakout", 0.25, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("max_frames", [8, 16, 100, 108_000])
+@pytest.mark.parametrize("max_frames", [8, pytest.param(16, marks=pytest.mark.slow), 100, 108_000])
 def test_rewards_ends_returns_and_lengths_equal_the_bare_emulator(env_id, game, sticky, max_frames):
     num_envs, steps = 3, 60 if max_frames < 1000 else 700
     envs = AtariEnvs(env_id, num_envs, max_num_frames_per_episode=max_frames, **PLAIN)
@@ -157,7 +157,7 @@ def test_a_life_lost_on_the_step_of_a_truncation_is_a_termination_and_its_game_i
 
 
 @pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "PongNoFrameskip-v4", "ALE/Seaquest-v5"])
-@pytest.mark.parametrize("max_frames", [8, 16, 100])
+@pytest.mark.parametrize("max_frames", [8, pytest.param(16, marks=pytest.mark.slow), 100])
 def test_the_no_ops_of_a_reset_hide_no_end_of_a_short_game(env_id, max_frames):
     envs = AtariEnvs(env_id, 2, max_num_frames_per_episode=max_frames)
     envs.reset(seed=2)
@@ -175,11 +175,12 @@ def test_the_no_ops_of_a_reset_hide_no_end_of_a_short_game(env_id, max_frames):
 # ---- what an id means
 
 
-def test_every_registered_game_loads_and_steps():
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_registered_game_loads_and_steps(every):
     ids = [name for name in gym.registry if name.endswith("NoFrameskip-v4") or name.startswith("ALE/")]
     assert sum(name.startswith("ALE/") for name in ids) == 104
     assert len(ids) == 166
-    for env_id in ids:
+    for env_id in ids[::every]:
         envs = AtariEnvs(env_id, 1)
         obs, _ = envs.reset(seed=1)
         assert obs.shape == (1, 4, 84, 84)

@@ -1,0 +1,462 @@
+"""Proximal policy optimisation on continuous control.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347: the clipped objective (eq. 7) with a value loss and an entropy
+bonus (eq. 9), advantages by GAE (eq. 11, 12; Schulman et al. 2016, https://arxiv.org/abs/1506.02438). A Gaussian policy
+with a standard deviation that is the same in every state. Flags, defaults and TensorBoard tags are those of CleanRL's
+ppo_continuous_action.py.
+
+Stopped anywhere, any number of times, the same command ends with the weights of a run that was never stopped: a
+checkpoint holds the state of everything in `state`, as it was at the beginning of an iteration.
+
+Deviations from CleanRL: a truncated episode bootstraps from the value of its true last observation; the discounted
+return behind the reward's scale begins anew with each episode and counts its last reward; running statistics begin
+empty; logged losses are means over all minibatches.
+"""
+
+import common.preemption  # isort: skip  (first: signals count from here on)
+import common.cpu  # noqa: F401  isort: skip  (has to come before torch)
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+from common.amp import Amp
+from common.args import SharedArgs, default_run_name, run_script
+from common.checkpoint import Checkpoints, Rng
+from common.control import ControlEnvs
+from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.preemption import StopSignals
+from common.run import Run
+from common.tiny import flatten, in_numpy
+
+
+@dataclass
+class Args(SharedArgs):
+    env_id: str = "HalfCheetah-v5"
+    """gymnasium id of an environment with flat continuous observations and actions"""
+    total_timesteps: int = 1_000_000
+    """agent steps, all environments together"""
+    learning_rate: float = 3e-4
+    """of Adam"""
+    num_envs: int = 1
+    """parallel environments"""
+    async_envs: bool = False
+    """a process for each environment, for heavy simulators"""
+    num_steps: int = 2048
+    """steps of each environment per rollout"""
+    anneal_lr: bool = True
+    """lower the learning rate linearly to 0 over total-timesteps"""
+    gamma: float = 0.99
+    """discount"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation"""
+    num_minibatches: int = 32
+    """minibatches per epoch"""
+    update_epochs: int = 10
+    """passes over a rollout's batch"""
+    norm_adv: bool = True
+    """normalise advantages, each minibatch by itself"""
+    clip_coef: float = 0.2
+    """epsilon of the clipped objective"""
+    clip_vloss: bool = True
+    """clip the change of the value as well"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of all gradients together"""
+    target_kl: float | None = None
+    """stop the epochs of an update when the approximate KL divergence exceeds this"""
+    compile: bool = False
+    """compile the loss and its gradient; takes a C++ compiler, and most of a minute at each start"""
+
+    FIXED: ClassVar = (*SharedArgs.FIXED, "num_envs", "num_steps")
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+    def check(self) -> None:
+        super().check()
+        for name in (
+            "learning_rate",
+            "num_envs",
+            "num_steps",
+            "num_minibatches",
+            "update_epochs",
+            "clip_coef",
+            "max_grad_norm",
+        ):
+            self.require(name, getattr(self, name) > 0, "must be positive")
+        for name in ("ent_coef", "vf_coef"):
+            self.require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("gamma", "gae_lambda"):
+            self.require(name, 0 <= getattr(self, name) <= 1, "must be 0 to 1")
+        self.require("target_kl", self.target_kl is None or self.target_kl > 0, "must be positive")
+        divides = self.batch_size % self.num_minibatches == 0
+        self.require("num_minibatches", divides, f"must divide num-envs x num-steps = {self.batch_size}")
+        one = self.minibatch_size == 1 and (self.norm_adv or self.batch_size == 1)
+        self.require("num_minibatches", not one, "leaves one sample a minibatch, which has no variance")
+        enough = self.total_timesteps >= self.batch_size
+        self.require("total_timesteps", enough, f"less than one rollout of num-envs x num-steps = {self.batch_size}")
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    """Two networks of two hidden layers: the mean of a Gaussian policy, and the value."""
+
+    def __init__(self, num_observations: int, num_actions: int) -> None:
+        super().__init__()
+        self.critic = mlp(num_observations, 1, std=1.0)
+        self.actor_mean = mlp(num_observations, num_actions, std=0.01)
+        self.actor_logstd = nn.Parameter(torch.zeros(num_actions))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[B, D]` normalised observations -> means `[B, A]` and values `[B]`, both float32 under autocast too."""
+        return self.actor_mean(x).float(), self.critic(x).flatten().float()
+
+
+def mlp(num_inputs: int, num_outputs: int, std: float) -> nn.Sequential:
+    return nn.Sequential(
+        layer_init(nn.Linear(num_inputs, 64)),
+        nn.Tanh(),
+        layer_init(nn.Linear(64, 64)),
+        nn.Tanh(),
+        layer_init(nn.Linear(64, num_outputs), std=std),
+    )
+
+
+def log_prob(actions: torch.Tensor, mean: torch.Tensor, logstd: torch.Tensor) -> torch.Tensor:
+    """Of independent Gaussians: actions and mean `[B, A]`, logstd `[A]` -> `[B]`."""
+    squares = ((actions - mean) / logstd.exp()).square().sum(1)
+    return -0.5 * squares - (logstd.sum() + 0.5 * len(logstd) * math.log(2 * math.pi))
+
+
+def clip(x: np.ndarray, low: Any, high: Any) -> np.ndarray:
+    """`np.clip` takes several times as long for so few numbers."""
+    return np.minimum(np.maximum(x, low), high)
+
+
+class RunningMeanStd:
+    """Mean and variance of all samples so far (Welford 1962, https://doi.org/10.1080/00401706.1962.10490022)."""
+
+    def __init__(self, *shape: int) -> None:
+        self.count = 0
+        self.mean = np.zeros(shape)
+        self.squares = np.zeros(shape)  # sum of squared distances from the mean
+
+    def update(self, x: np.ndarray) -> None:
+        """`x`: `[B, *shape]`."""
+        for sample in x:
+            self.count += 1
+            delta = sample - self.mean
+            self.mean = self.mean + delta / self.count
+            self.squares = self.squares + delta * (sample - self.mean)
+
+    def std(self) -> np.ndarray:
+        return np.sqrt(self.squares / max(self.count, 1) + 1e-8)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: torch.as_tensor(value).clone() for name, value in vars(self).items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.count = state["count"].item()
+        self.mean, self.squares = state["mean"].numpy().copy(), state["squares"].numpy().copy()
+
+
+class Normalizer:
+    """Observations to mean 0 and variance 1, rewards to discounted returns of variance 1, both clipped to +-10.
+
+    The statistics move with `observe` and `rewards` only: evaluation, which calls neither, leaves them as they are.
+    """
+
+    def __init__(self, num_envs: int, num_observations: int, gamma: float) -> None:
+        self.gamma = gamma
+        self.obs_rms = RunningMeanStd(num_observations)
+        self.return_rms = RunningMeanStd()
+        self.returns = np.zeros(num_envs)  # discounted sums of the current episodes' rewards
+
+    def observe(self, obs: np.ndarray) -> None:
+        """`[B, D]`, each observation once."""
+        self.obs_rms.update(obs)
+
+    def observations(self, obs: np.ndarray) -> np.ndarray:
+        """`[B, D]` -> `[B, D]`"""
+        return clip((obs - self.obs_rms.mean) / self.obs_rms.std(), -10, 10)
+
+    def rewards(self, rewards: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """`[N]` -> `[N]`; `ended`: the step that earned the reward was its episode's last."""
+        self.returns = self.returns * self.gamma + rewards
+        self.return_rms.update(self.returns)
+        self.returns[ended] = 0.0
+        return clip(rewards / self.return_rms.std(), -10, 10)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        parts = {"obs": self.obs_rms, "return": self.return_rms}
+        state = {f"{name}_{key}": value for name, rms in parts.items() for key, value in rms.state_dict().items()}
+        return state | {"returns": torch.from_numpy(self.returns.copy())}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, rms in {"obs": self.obs_rms, "return": self.return_rms}.items():
+            rms.load_state_dict({key: state[f"{name}_{key}"] for key in vars(rms)})
+        self.returns = state["returns"].numpy().copy()
+
+
+def compute_gae(
+    rewards: torch.Tensor,
+    terminations: torch.Tensor,
+    truncations: torch.Tensor,
+    values: torch.Tensor,
+    next_value: torch.Tensor,
+    final_values: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16).
+
+    A termination stops the bootstrap. A truncation bootstraps from the value of the true last observation. Both at
+    once is a termination. Either one ends the sum over time.
+
+    Args:
+        rewards: `[T, N]`.
+        terminations, truncations: `[T, N]` bool, of the step that earned the reward.
+        values: `[T, N]`, of the observation before the step.
+        next_value: `[N]`, of the observation after the last step.
+        final_values: `[T, N]`, of the true last observation where a step was truncated, unused elsewhere.
+
+    Returns:
+        advantages and returns, `[T, N]`.
+    """
+    next_values = torch.where(truncations, final_values, torch.cat([values[1:], next_value[None]]))
+    # where, not a product: what is left out may be infinite
+    deltas = rewards + gamma * torch.where(terminations, 0.0, next_values) - values
+    decay = gamma * gae_lambda * (~(terminations | truncations)).float()
+    lastgaelam = torch.zeros_like(next_value)
+    backwards = []
+    for delta_t, decay_t in zip(reversed(deltas.unbind()), reversed(decay.unbind()), strict=True):
+        lastgaelam = delta_t + decay_t * lastgaelam
+        backwards.append(lastgaelam)
+    advantages = torch.stack(backwards).flip(0)
+    return advantages, advantages + values
+
+
+LOSSES = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+APPROX_KL = LOSSES.index("approx_kl")
+
+
+def ppo_loss(
+    args: Args,
+    mean: torch.Tensor,
+    logstd: torch.Tensor,
+    newvalue: torch.Tensor,
+    actions: torch.Tensor,
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The loss of one minibatch (https://arxiv.org/abs/1707.06347, eq. 7 and 9), to be minimised.
+
+    Args:
+        mean, logstd, newvalue: `[B, A]`, `[A]` and `[B]`, of the networks as they are now.
+        actions, logprobs, advantages, returns, values: `[B, A]` and `[B]`, of the rollout.
+
+    Returns:
+        the loss, and what `loss_stats` takes, detached.
+    """
+    logratio = log_prob(actions, mean, logstd) - logprobs
+    ratio = logratio.exp()  # one in the first minibatch of the first epoch
+
+    if args.norm_adv:
+        adv_std, adv_mean = torch.std_mean(advantages)
+        advantages = (advantages - adv_mean) / (adv_std + 1e-8)
+    pg_loss1 = -advantages * ratio
+    pg_loss2 = -advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+    v_loss = (newvalue - returns).square()
+    if args.clip_vloss:
+        v_clipped = newvalue.clamp(values - args.clip_coef, values + args.clip_coef)
+        v_loss = torch.max(v_loss, (v_clipped - returns).square())
+    v_loss = 0.5 * v_loss.mean()
+
+    entropy_loss = (logstd + 0.5 * math.log(2 * math.pi * math.e)).sum()  # the same in every state
+    loss = pg_loss + args.vf_coef * v_loss
+    if args.ent_coef:
+        loss = loss - args.ent_coef * entropy_loss
+    return loss, tuple(x.detach() for x in (v_loss, pg_loss, entropy_loss, logratio))
+
+
+def loss_stats(
+    args: Args, v_loss: torch.Tensor, pg_loss: torch.Tensor, entropy_loss: torch.Tensor, logratio: torch.Tensor
+) -> torch.Tensor:
+    """What `LOSSES` names, as means over minibatches: `[M]`, `[M]`, `[M]` and `[M, B]` -> `[6]`. One minibatch may come
+    without its `M`.
+    """
+    # http://joschu.net/blog/kl-approx.html: estimators k1 and k3
+    ratio = logratio.exp()
+    old_approx_kl, approx_kl = -logratio, ratio - 1 - logratio
+    clipfrac = ((ratio - 1).abs() > args.clip_coef).float()
+    return torch.stack([x.mean() for x in (v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac)])
+
+
+def train(args: Args) -> dict[str, Any]:
+    """Train one agent and return what stands in summary.json.
+
+    Seeds torch's generators, which the whole process shares: one run at a time is repeatable.
+
+    Raises:
+        UsageError: see `Args.check`, `choose_device`, `ControlEnvs`, `Run` and `Checkpoints`.
+        Interrupted: a signal came, and a checkpoint is saved.
+        FloatingPointError: losses or weights became infinite or NaN.
+        SaveError: the end could not be saved.
+        WorkerError: with `--async-envs`, a process of theirs has died.
+    """
+    args.check()
+    device = choose_device(args.device)
+    set_numerics(args.torch_deterministic, args.tf32)
+    torch.set_num_threads(1)  # networks this small only get slower with more
+    amp = Amp(args.amp, args.amp_dtype, device)
+    envs = ControlEnvs(args.env_id, args.num_envs, args.async_envs)
+    num_observations, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    rollout_bytes = (args.num_steps + 1) * args.num_envs * (2 * num_observations + 2 * num_actions) * 4
+    require_memory(device, rollout_bytes, f"a rollout of --num-envs {args.num_envs} x --num-steps {args.num_steps}")
+    monitor = Monitor(device)
+
+    rng = Rng(args.seed, device)
+    envs.reset(seed=args.seed)
+    agent = Agent(num_observations, num_actions).to(device)
+    weights = flatten(agent)
+    optimizer = torch.optim.Adam([weights], lr=args.learning_rate, eps=1e-5, fused=True)
+    normalizer = Normalizer(args.num_envs, num_observations, args.gamma)
+    normalizer.observe(envs.obs)
+
+    # a rollout stays with the environments, on the CPU
+    shape = (args.num_steps, args.num_envs)
+    obs = np.zeros((args.num_steps + 1, args.num_envs, num_observations), dtype=np.float32)
+    final_obs = np.zeros((*shape, num_observations), dtype=np.float32)
+    actions = np.zeros((*shape, num_actions), dtype=np.float32)
+    rewards, terminations, truncations = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool)
+
+    def loss_of(mb_obs: torch.Tensor, *stored: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        with amp.autocast():
+            mean, newvalue = agent(mb_obs)
+        return ppo_loss(args, mean, agent.actor_logstd, newvalue, *stored)
+
+    if args.compile:
+        loss_of = torch.compile(loss_of)
+
+    config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
+    run_name = args.run_name or default_run_name(args, "ppo_continuous")
+    total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
+    with StopSignals() as signals, Run(args, "ppo_continuous", run_name, total_timesteps, config) as run:
+        if run.complete:
+            return run.summary()
+        progress = run.progress
+        owners = dict(agent=agent, optimizer=optimizer, amp=amp, normalizer=normalizer, envs=envs, rng=rng)
+        state = dict(progress=progress, **owners)
+        checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
+        run.terminal.line(amp.note)
+        run.terminal.line(envs.note)
+        while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
+            checkpoints.boundary()
+            run.lap("checkpoint")
+            frac = 1.0 - progress.global_step / args.total_timesteps if args.anneal_lr else 1.0
+            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+
+            # --- rollout
+            run.set_phase("rollout")
+            std = agent.actor_logstd.detach().exp()
+            noise = (std * torch.randn((*shape, num_actions), device=device)).cpu().numpy()  # of all steps at once
+            actor_mean = in_numpy(agent.actor_mean)
+            obs[0] = normalizer.observations(envs.obs)
+            for step in range(args.num_steps):
+                checkpoints.stop_if_asked()
+                actions[step] = actor_mean(obs[step]) + noise[step]
+                run.lap("inference")
+
+                next_obs, reward, terminated, truncated, info = envs.step(clip(actions[step], low, high))
+                ended = terminated | truncated
+                if ended.any():
+                    normalizer.observe(info["final_obs"][ended])
+                    final_obs[step] = normalizer.observations(info["final_obs"])
+                normalizer.observe(next_obs)
+                obs[step + 1] = normalizer.observations(next_obs)
+                rewards[step] = normalizer.rewards(reward, ended)
+                terminations[step], truncations[step] = terminated, truncated
+                progress.global_step += args.num_envs
+                run.log_episodes(info)
+                run.tick()
+                run.lap("environment")
+
+            # --- advantages: the weights have not moved since, so values and log-probabilities come in one batch
+            run.set_phase("update")
+            on_device = (obs, actions, rewards, terminations, truncations)
+            t_obs, t_actions, *outcome = (torch.from_numpy(x).to(device) for x in on_device)
+            with torch.no_grad(), amp.autocast():
+                means, values = agent(t_obs.flatten(0, 1))
+                final_values = agent.critic(torch.from_numpy(final_obs).to(device)).squeeze(2).float()
+            b_obs, b_actions = t_obs[:-1].flatten(0, 1), t_actions.flatten(0, 1)
+            b_logprobs = log_prob(b_actions, means[: args.batch_size], agent.actor_logstd.detach())
+            values, next_value = values[: args.batch_size].view(shape), values[args.batch_size :]
+            advantages, returns = compute_gae(*outcome, values, next_value, final_values, args.gamma, args.gae_lambda)
+            b_values, b_returns = values.flatten(), returns.flatten()
+            batch = (b_obs, b_actions, b_logprobs, advantages.flatten(), b_returns, b_values)
+
+            # --- update
+            stats = []  # of each minibatch, read once
+            for _ in range(args.update_epochs):
+                mb_inds = torch.randperm(args.batch_size, device=device)
+                shuffled = (x[mb_inds].split(args.minibatch_size) for x in batch)
+                for minibatch in zip(*shuffled, strict=True):
+                    checkpoints.stop_if_asked()
+                    loss, mb_stats = loss_of(*minibatch)
+
+                    optimizer.zero_grad(set_to_none=False)
+                    amp.scaler.scale(loss).backward()
+                    amp.scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_([weights], args.max_grad_norm)
+                    amp.scaler.step(optimizer)
+                    amp.scaler.update()
+
+                    stats.append(mb_stats)
+                    run.tick()
+                if args.target_kl is not None and loss_stats(args, *mb_stats)[APPROX_KL] > args.target_kl:
+                    break
+            progress.updates += len(stats)
+
+            # --- logging
+            losses = loss_stats(args, *(torch.stack(x) for x in zip(*stats, strict=True))).tolist()
+            scalars = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=True)}
+            if not np.isfinite(list(scalars.values())).all():
+                raise FloatingPointError(
+                    f"losses are not finite at step {progress.global_step}: try a lower --learning-rate"
+                )
+            scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
+            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            run.lap("learning")
+            run.log_iteration(scalars, timed=monitor.scalars())
+
+        checkpoints.finish()
+        envs.close()
+        run.save("agent.pt", agent.state_dict() | {f"normalizer.{k}": x for k, x in normalizer.state_dict().items()})
+        return run.finish()
+
+
+if __name__ == "__main__":
+    run_script(Args, train, __doc__)
