@@ -31,7 +31,8 @@ from common.control import ControlEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.preemption import StopSignals
 from common.run import Run
-from common.tiny import flatten, in_numpy
+from common.running import RunningMeanStd
+from common.tiny import clip, flatten, in_numpy
 
 
 @dataclass
@@ -144,38 +145,6 @@ def log_prob(actions: torch.Tensor, mean: torch.Tensor, logstd: torch.Tensor) ->
     """Of independent Gaussians: actions and mean `[B, A]`, logstd `[A]` -> `[B]`."""
     squares = ((actions - mean) / logstd.exp()).square().sum(1)
     return -0.5 * squares - (logstd.sum() + 0.5 * len(logstd) * math.log(2 * math.pi))
-
-
-def clip(x: np.ndarray, low: Any, high: Any) -> np.ndarray:
-    """`np.clip` takes several times as long for so few numbers."""
-    return np.minimum(np.maximum(x, low), high)
-
-
-class RunningMeanStd:
-    """Mean and variance of all samples so far (Welford 1962, https://doi.org/10.1080/00401706.1962.10490022)."""
-
-    def __init__(self, *shape: int) -> None:
-        self.count = 0
-        self.mean = np.zeros(shape)
-        self.squares = np.zeros(shape)  # sum of squared distances from the mean
-
-    def update(self, x: np.ndarray) -> None:
-        """`x`: `[B, *shape]`."""
-        for sample in x:
-            self.count += 1
-            delta = sample - self.mean
-            self.mean = self.mean + delta / self.count
-            self.squares = self.squares + delta * (sample - self.mean)
-
-    def std(self) -> np.ndarray:
-        return np.sqrt(self.squares / max(self.count, 1) + 1e-8)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: torch.as_tensor(value).clone() for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.count = state["count"].item()
-        self.mean, self.squares = state["mean"].numpy().copy(), state["squares"].numpy().copy()
 
 
 class Normalizer:
@@ -362,6 +331,7 @@ def train(args: Args) -> dict[str, Any]:
         loss_of = torch.compile(loss_of)
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
+    config["compiled"] = args.compile
     run_name = args.run_name or default_run_name(args, "ppo_continuous")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
     with StopSignals() as signals, Run(args, "ppo_continuous", run_name, total_timesteps, config) as run:

@@ -20,6 +20,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
@@ -45,20 +46,21 @@ def make_env(env_id: str) -> gym.Env:
         gym.register_envs(ale_py)  # to know an Atari game when it is asked for
     try:
         spec = gym.spec(env_id)
-        if spec.entry_point == ATARI:
-            raise UsageError(f"--env-id {env_id}: an Atari game; ppo_atari.py plays those")
+    except (gym.error.Error, ImportError) as error:
+        newest = {newest_version(spec) for spec in gym.registry.values() if spec.entry_point != ATARI}
+        close = difflib.get_close_matches(env_id, sorted(newest), n=3, cutoff=0.7)
+        known = f"did you mean {' or '.join(close)}?" if close else str(error).splitlines()[0]
+        raise UsageError(f"--env-id {env_id}: unknown; {known}") from None
+    if spec.entry_point == ATARI:
+        raise UsageError(f"--env-id {env_id}: an Atari game; ppo_atari.py plays those")
+    try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old versions, which `newer_version` names in one line
+            warnings.simplefilter("ignore")  # of old versions, which `note` names in one line
             # the checker would only slow each step down
             env = gym.make(spec, disable_env_checker=True)
-    except gym.error.UnregisteredEnv as error:
-        ids = [spec.id for spec in gym.registry.values() if spec.entry_point != ATARI]
-        close = difflib.get_close_matches(env_id, ids, n=3, cutoff=0.7)
-        known = f"did you mean {' or '.join(close)}?" if close else error
-        raise UsageError(f"--env-id {env_id}: unknown; {known}") from None
     except (gym.error.Error, ImportError) as error:
-        newest = newer_version(env_id)
-        reason = f"no longer loads; use {newest}" if newest else str(error).splitlines()[0]
+        newest = newest_version(spec)
+        reason = str(error).splitlines()[0] if newest == env_id else f"no longer loads; use {newest}"
         raise UsageError(f"--env-id {env_id}: {reason}") from None
     observations, actions = env.observation_space, env.action_space
     if isinstance(actions, Discrete):
@@ -71,12 +73,10 @@ def make_env(env_id: str) -> gym.Env:
     return env
 
 
-def newer_version(env_id: str) -> str | None:
-    """The newest version of a registered id, if it is newer."""
-    spec = gym.spec(env_id)
+def newest_version(spec: EnvSpec) -> str:
+    """The id of the newest registered version of an environment."""
     same = [other for other in gym.registry.values() if (other.namespace, other.name) == (spec.namespace, spec.name)]
-    newest = max(same, key=lambda other: other.version or 0)
-    return newest.id if (newest.version or 0) > (spec.version or 0) else None
+    return max(same, key=lambda other: other.version or 0).id
 
 
 class Replayable(gym.Wrapper):
@@ -293,8 +293,8 @@ class ControlEnvs(VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-        newest = newer_version(env_id)
-        self.note = f"{env_id} is out of date: {newest} is there" if newest else ""
+        newest = newest_version(self.spec)
+        self.note = f"{env_id} is out of date: {newest} is there" if newest != env_id else ""
         if self.spec.nondeterministic:
             self.note = f"{env_id} is not deterministic: after an interruption the learner is exact, episodes restart"
         self.restore_note = ""

@@ -188,6 +188,7 @@ class Run:
         self.machine = {key: machine[key] for key in bits} | {
             "device": torch.device(config["device"]).type,
             "amp_dtype": config["amp_dtype"],
+            "compiled": config.get("compiled", False),
         }
         self._lock, self._new, self._old = claim(self.dir, set_aside=args.resume == "never")
         try:
