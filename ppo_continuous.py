@@ -397,7 +397,7 @@ def train(args: Args) -> dict[str, Any]:
                     checkpoints.stop_if_asked()
                     loss, mb_stats = loss_of(*minibatch)
 
-                    optimizer.zero_grad(set_to_none=False)
+                    weights.grad.zero_()
                     amp.scaler.scale(loss).backward()
                     amp.scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_([weights], args.max_grad_norm)
