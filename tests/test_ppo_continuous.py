@@ -128,8 +128,8 @@ def test_evaluation_leaves_the_statistics_as_they_are():
 
 
 @pytest.mark.parametrize("env_id", ["Hopper-v5", "Truncated-v0"])
-def test_every_observation_counts_once_in_the_statistics(tmp_path, monkeypatch, env_id):
-    seen = []
+def test_every_observation_and_reward_counts_once_in_the_statistics(tmp_path, monkeypatch, env_id):
+    seen, returns, current = [], [], np.zeros(2)
 
     class Watched(ppo_continuous.ControlEnvs):
         def reset(self, **kwargs):
@@ -139,8 +139,12 @@ def test_every_observation_counts_once_in_the_statistics(tmp_path, monkeypatch, 
 
         def step(self, actions):
             result = super().step(actions)
+            current[:] = 0.99 * current + result[1]
+            returns.extend(current)
             if "_episode" in result[4]:
-                seen.extend(result[4]["final_obs"][result[4]["_episode"]])
+                ended = result[4]["_episode"]
+                seen.extend(result[4]["final_obs"][ended])
+                current[ended] = 0.0
             seen.extend(result[0])
             return result
 
@@ -153,6 +157,8 @@ def test_every_observation_counts_once_in_the_statistics(tmp_path, monkeypatch, 
     assert state["obs_count"] == len(seen)
     np.testing.assert_allclose(state["obs_mean"], np.mean(seen, 0), rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(state["obs_squares"] / len(seen), np.var(seen, 0), rtol=1e-9, atol=1e-9)
+    assert state["return_mean"].item() == pytest.approx(np.mean(returns))
+    assert state["return_squares"].item() == pytest.approx(np.var(returns) * len(returns))
     weights = torch.load(tmp_path / "a" / "agent.pt", weights_only=True)
     assert drill.differences(weights["normalizer.obs_mean"], state["obs_mean"], "") == []
 
