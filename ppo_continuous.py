@@ -300,6 +300,8 @@ def train(args: Args) -> dict[str, Any]:
     set_numerics(args.torch_deterministic, args.tf32)
     torch.set_num_threads(1)  # networks this small only get slower with more
     amp = Amp(args.amp, args.amp_dtype, device)
+    simulator_bytes = args.num_envs * (32 * 2**20 if args.async_envs else 2**16)
+    require_memory(torch.device("cpu"), simulator_bytes, f"--num-envs {args.num_envs}: as many simulators")
     envs = ControlEnvs(args.env_id, args.num_envs, args.async_envs)
     num_observations, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
     low, high = envs.single_action_space.low, envs.single_action_space.high

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import ctypes
 import difflib
+import importlib
 import os
 import signal
 import sys
@@ -34,25 +35,41 @@ POLITE_CLOSE = 2.0  # seconds that worker processes have to close their simulato
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
-def make_env(env_id: str) -> gym.Env:
-    """A registered environment.
+def spec_of(env_id: str) -> EnvSpec:
+    """What an id is registered with. `MODULE:ID` imports a module first, which registers it.
 
     Raises:
-        UsageError: an unknown id, one whose package is missing, or spaces that a Gaussian policy has no use for.
+        UsageError: an unknown id, or an Atari game's.
     """
     with contextlib.suppress(ImportError):
         import ale_py
 
         gym.register_envs(ale_py)  # to know an Atari game when it is asked for
+    module, _, name = env_id.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UsageError(f"--env-id {env_id}: {error}") from None
     try:
-        spec = gym.spec(env_id)
+        spec = gym.spec(name)
     except (gym.error.Error, ImportError) as error:
         newest = {newest_version(spec) for spec in gym.registry.values() if spec.entry_point != ATARI}
-        close = difflib.get_close_matches(env_id, sorted(newest), n=3, cutoff=0.7)
+        close = difflib.get_close_matches(name, sorted(newest), n=3, cutoff=0.7)
         known = f"did you mean {' or '.join(close)}?" if close else str(error).splitlines()[0]
         raise UsageError(f"--env-id {env_id}: unknown; {known}") from None
     if spec.entry_point == ATARI:
         raise UsageError(f"--env-id {env_id}: an Atari game; ppo_atari.py plays those")
+    return spec
+
+
+def make_env(env_id: str) -> gym.Env:
+    """A registered environment.
+
+    Raises:
+        UsageError: see `spec_of`; a package that is missing, or spaces that a Gaussian policy has no use for.
+    """
+    spec = spec_of(env_id)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old versions, which `note` names in one line
@@ -60,7 +77,7 @@ def make_env(env_id: str) -> gym.Env:
             env = gym.make(spec, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
         newest = newest_version(spec)
-        reason = str(error).splitlines()[0] if newest == env_id else f"no longer loads; use {newest}"
+        reason = str(error).splitlines()[0] if newest == spec.id else f"no longer loads; use {newest}"
         raise UsageError(f"--env-id {env_id}: {reason}") from None
     observations, actions = env.observation_space, env.action_space
     if isinstance(actions, Discrete):
@@ -286,7 +303,7 @@ class ControlEnvs(VectorEnv):
         self.asynchronous = asynchronous
         self.envs = Workers(makers) if asynchronous else Local(makers)
         self.closed = False
-        self.spec = gym.spec(env_id)
+        self.spec = spec_of(env_id)
         self.num_envs = num_envs
         self.single_observation_space = self.envs.single_observation_space
         self.single_action_space = self.envs.single_action_space
@@ -294,7 +311,7 @@ class ControlEnvs(VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         newest = newest_version(self.spec)
-        self.note = f"{env_id} is out of date: {newest} is there" if newest != env_id else ""
+        self.note = f"{env_id} is out of date: {newest} is there" if newest != self.spec.id else ""
         if self.spec.nondeterministic:
             self.note = f"{env_id} is not deterministic: after an interruption the learner is exact, episodes restart"
         self.restore_note = ""
@@ -388,8 +405,9 @@ class ControlEnvs(VectorEnv):
 
     def describe(self) -> dict[str, Any]:
         """Settings for config.json: what the id is registered with, its spaces, where the simulators run."""
+        kwargs = self.spec.kwargs.items()
         return {
-            **self.spec.kwargs,
+            **{key: value if type(value) in (int, float, str, bool) else str(value) for key, value in kwargs},
             "max_episode_steps": self.spec.max_episode_steps,
             "observation_space": str(self.single_observation_space),
             "action_space": str(self.single_action_space),

@@ -177,6 +177,17 @@ def test_what_does_not_fit_is_refused_in_one_line(env_id):
     assert "\n" not in str(refused.value)
 
 
+def test_an_id_may_name_the_module_that_registers_it(tmp_path, monkeypatch):
+    (tmp_path / "my_envs.py").write_text(
+        "import gymnasium as gym\n"
+        "from gymnasium.envs.classic_control.pendulum import PendulumEnv\n"
+        "gym.register('Mine-v0', PendulumEnv, kwargs={'g': 9.81}, max_episode_steps=100)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = ControlEnvs("my_envs:Mine-v0", 1).describe()
+    assert (settings["g"], settings["max_episode_steps"]) == (9.81, 100)
+
+
 def test_an_old_version_that_still_loads_is_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

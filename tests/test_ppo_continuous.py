@@ -383,6 +383,12 @@ BAD = {
     "sizes that do not divide": (["--num-minibatches", "33"], "must divide num-envs x num-steps = 2048"),
     "zero updates": (["--total-timesteps", "2000"], "less than one rollout"),
     "more than the memory": (["--num-envs", "1", "--num-steps", "40960000000", "--total-timesteps", "9" * 12], "GB"),
+    "more processes than memory": (["--num-envs", "10000", "--async-envs", "--total-timesteps", "9" * 12], "GB"),
+    "more simulators than memory": (
+        ["--num-envs", "9000000", "--num-steps", "32", "--total-timesteps", "9" * 12],
+        "GB",
+    ),
+    "a module that is not there": (["--env-id", "nowhere:Hopper-v5"], "No module named 'nowhere'"),
     "no environments": (["--num-envs", "0"], "must be positive"),
 }
 
