@@ -325,6 +325,7 @@ STATES = {
     "many games": ("SpaceInvadersNoFrameskip-v4", 80, SHORT_GAMES),
     "a game without FIRE": ("MsPacmanNoFrameskip-v4", 300, {}),
 }
+SLOW_STATES = ("games with lives", "no game ended yet", "a game without FIRE")
 
 
 def assert_equal_futures(first: AtariEnvs, second: AtariEnvs, steps: int) -> None:
@@ -343,7 +344,9 @@ def assert_equal_futures(first: AtariEnvs, second: AtariEnvs, steps: int) -> Non
         np.testing.assert_array_equal(first.reseeds, second.reseeds)
 
 
-@pytest.mark.parametrize("case", STATES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_STATES else []) for name in STATES]
+)
 def test_restored_emulators_play_on_as_if_nothing_had_happened(case, often_reseeded):
     env_id, steps, overrides = STATES[case]
     envs = AtariEnvs(env_id, 3, **overrides)

@@ -234,6 +234,7 @@ def test_a_signal_ends_a_process_with_status_75_and_one_line(tmp_path):
     torch.load(saved, weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_imports_counts(tmp_path):
     process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     maps = f"/proc/{process.pid}/maps"

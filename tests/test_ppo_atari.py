@@ -305,7 +305,7 @@ def test_the_command_line_itself_refuses_in_one_line(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.slow)])
 def test_a_mistyped_flag_is_named_with_the_right_one_on_every_terminal(tmp_path, monkeypatch, encoding):
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     done = run_script("ppo_atari.py", "--learnig-rate", "1", cwd=tmp_path)
