@@ -251,7 +251,8 @@ def test_a_dropped_connection_is_a_stop_and_under_nohup_it_is_not(tmp_path):
     for nohup in (False, True):
         name = "nohup" if nohup else "plain"
         main, side = pty.openpty()
-        prepare = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if nohup else None
+        handler = signal.SIG_IGN if nohup else signal.SIG_DFL  # whatever these tests run under
+        prepare = lambda handler=handler: signal.signal(signal.SIGHUP, handler)  # noqa: E731
         flags = ["--total-timesteps", "768", "--run-name", name]
         process = start(
             tmp_path, *flags, stdin=side, stdout=side, stderr=side, start_new_session=True, preexec_fn=prepare

@@ -12,6 +12,14 @@ from conftest import ROOT
 from common.preemption import SIGNALS, StopSignals
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_are_not_ignored():
+    """As they are when the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_each_signal_sets_the_flag_and_a_second_one_changes_nothing(number):
     before = [signal.getsignal(one) for one in SIGNALS]
