@@ -9,6 +9,7 @@ processes lived, with the range of the seeds behind them.
 
 import argparse
 import json
+import logging
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -33,6 +34,7 @@ OFF = 60.0  # seconds without an episode that the machine was off
 
 def episodes(folder: Path) -> np.ndarray:
     """`[E, 3]`: agent step, seconds that the run had lived, return."""
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of each restart
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     found = events.Scalars("charts/episodic_return")
@@ -67,10 +69,10 @@ def main() -> None:
     for env_id, runs in sorted(groups.items()):
         summaries = [json.loads((runs[seed] / "summary.json").read_text()) for seed in sorted(runs)]
         scores = [summary["mean_return"] for summary in summaries]
-        deviation = statistics.stdev(scores) if len(scores) > 1 else float("nan")
+        deviation = f" +- {statistics.stdev(scores):.0f}" if len(scores) > 1 else ""
         published = PUBLISHED.get(env_id.split("-")[0])
         print(
-            f"| {env_id} | {', '.join(map(str, sorted(runs)))} | {statistics.mean(scores):.0f} +- {deviation:.0f} "
+            f"| {env_id} | {', '.join(map(str, sorted(runs)))} | {statistics.mean(scores):.0f}{deviation} "
             f"| {'{:.2f} +- {:.2f}'.format(*published) if published else ''} | {', '.join(f'{x:.0f}' for x in scores)} "
             f"| {statistics.median(summary['sps'] for summary in summaries):,.0f} |"
         )

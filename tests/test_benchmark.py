@@ -98,3 +98,19 @@ def test_a_program_that_fails_half_way_shows_its_error(tmp_path, capsys, monkeyp
     with pytest.raises(SystemExit, match="ended with status 2"):
         benchmark.run(["ppo_atari.py", "--num-envs", "0"], tmp_path)
     assert "--num-envs 0: must be positive" in capsys.readouterr().err
+
+
+def test_scores_of_several_seeds_are_one_line_of_the_table_and_one_curve(tmp_path):
+    for seed, value in ((1, 10.0), (2, 30.0)):
+        folder = tmp_path / str(seed)
+        run = run_with_games(folder, [(8, value), (100, value), (900, value)])
+        (run / "config.json").write_text(json.dumps({"args": {"env_id": "Hopper-v5", "seed": seed}}))
+        (run / "summary.json").write_text(json.dumps({"mean_return": value, "sps": 100.0 * seed}))
+    picture = tmp_path / "scores.png"
+    runs = [str(tmp_path / str(seed) / "a") for seed in (1, 2)]
+    done = run_script("benchmark/scores.py", *runs, "--out", str(picture), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "| Hopper-v5 | 1, 2 | 20 +- 14 | 2382.86 +- 271.74 | 10, 30 | 150 |" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "1" / "a" / "summary.json").unlink()
+    assert "is no complete run" in run_script("benchmark/scores.py", *runs, cwd=tmp_path).stderr
