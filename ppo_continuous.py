@@ -10,13 +10,14 @@ checkpoint holds the state of everything in `state`, as it was at the beginning 
 
 Deviations from CleanRL: a truncated episode bootstraps from the value of its true last observation; the discounted
 return behind the reward's scale begins anew with each episode and counts its last reward; running statistics begin
-empty; logged losses are means over all minibatches.
+empty, are shared by all environments and count last observations too; logged losses are means over all minibatches.
 """
 
 import common.preemption  # isort: skip  (first: signals count from here on)
 import common.cpu  # noqa: F401  isort: skip  (has to come before torch)
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.preemption import StopSignals
 from common.run import Run
 from common.running import RunningMeanStd
-from common.tiny import clip, flatten, in_numpy
+from common.tiny import clip, compiled, flatten, in_numpy
 
 
 @dataclass
@@ -330,13 +331,19 @@ def train(args: Args) -> dict[str, Any]:
         return ppo_loss(args, mean, agent.actor_logstd, newvalue, *stored)
 
     if args.compile:
-        loss_of = torch.compile(loss_of)
+        sizes = ((num_observations,), (num_actions,), (), (), (), ())
+        loss_of = compiled(loss_of, *(torch.ones(args.minibatch_size, *size, device=device) for size in sizes))
+        weights.grad.zero_()
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     config["compiled"] = args.compile
     run_name = args.run_name or default_run_name(args, "ppo_continuous")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
-    with StopSignals() as signals, Run(args, "ppo_continuous", run_name, total_timesteps, config) as run:
+    with (
+        StopSignals() as signals,
+        Run(args, "ppo_continuous", run_name, total_timesteps, config) as run,
+        closing(envs),
+    ):
         if run.complete:
             return run.summary()
         progress = run.progress
@@ -425,7 +432,6 @@ def train(args: Args) -> dict[str, Any]:
             run.log_iteration(scalars, timed=monitor.scalars())
 
         checkpoints.finish()
-        envs.close()
         run.save("agent.pt", agent.state_dict() | {f"normalizer.{k}": x for k, x in normalizer.state_dict().items()})
         return run.finish()
 

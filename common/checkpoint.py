@@ -179,6 +179,10 @@ class Checkpoints:
             notes.append("--no-torch-deterministic: after an interruption the learner is exact, later bits may differ")
         for note in notes:
             run.terminal.line(note)
+        run.rescue = self._rescue
+        for owner in self.state.values():
+            if hasattr(owner, "waiting"):
+                owner.waiting = self.stop_if_asked
         if path:
             self._restore(path, content, own)
             run.ready(f"resumed at step {run.progress.global_step:,} from {path}")
@@ -302,11 +306,16 @@ class Checkpoints:
             Interrupted: a good checkpoint is on the disk.
             OSError: none could be written, and there is none.
         """
-        if self.signals.asked is None:
+        if self.signals.asked is None or self.snapshot is None:
             return
         if self.last is None or step_of(self.last) < self.snapshot["progress"]["global_step"]:
             self._try_to_write()
         raise Interrupted(f"interrupted by {self.signals.asked}: {self.last} is saved, {self._goes_on()}")
+
+    def _rescue(self) -> None:
+        """After an error that is no fault of the state: save the last boundary's if it is not on the disk."""
+        if self.snapshot and self.last and step_of(self.last) < self.snapshot["progress"]["global_step"]:
+            self._try_to_write()
 
     def finish(self) -> None:
         """Save the end.

@@ -1,7 +1,7 @@
 """Continuous-control environments as one gymnasium vector environment with whole-episode statistics and a saved state.
 
 Any id registered with gymnasium that has flat `Box` observations and flat `Box` actions: MuJoCo, classic control, your
-own. The vector environments are gymnasium's, in this process or with `--async-envs` in one process each.
+own. They are stepped in this process, or with `--async-envs` in one of gymnasium's worker processes each.
 """
 
 import atexit
@@ -27,12 +27,12 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from common.errors import UsageError, WorkerError
+from common.signals import SIGNALS, signals_blocked
 
 ATARI = "ale_py.env:AtariEnv"
 REPLAY_CHUNK = 200  # steps that a restore plays between two looks for a signal
 LOOK_AFTER_WORKERS = 1.0  # seconds without an answer after which a worker may be dead
 POLITE_CLOSE = 2.0  # seconds that worker processes have to close their simulators
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def spec_of(env_id: str) -> EnvSpec:
@@ -103,9 +103,10 @@ class Replayable(gym.Wrapper):
     def __init__(self, env: gym.Env, index: int) -> None:
         super().__init__(env)
         self.index = index  # in the vector environment
+        self.obs_dtype, self.action_dtype = env.observation_space.dtype, env.action_space.dtype
         self.seed: int | None = None
         self.generator: dict[str, Any] | None = None
-        self.actions = np.zeros((1024, *env.action_space.shape), dtype=env.action_space.dtype)
+        self.actions = np.zeros((1024, *env.action_space.shape), dtype=self.action_dtype)
         self.length = 0
         self.obs: np.ndarray | None = None
 
@@ -114,16 +115,22 @@ class Replayable(gym.Wrapper):
         if seed is None:
             self.generator = self.unwrapped.np_random.bit_generator.state
         self.length = 0
-        self.obs, _ = self.env.reset(seed=seed, options=options)
+        self.obs = self._own(self.env.reset(seed=seed, options=options)[0])
         return self.obs, {}  # what simulators report besides costs more to gather than a step, and nobody reads it
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
         if self.length == len(self.actions):
             self.actions = np.concatenate([self.actions, np.zeros_like(self.actions)])
+        action = action.astype(self.action_dtype, copy=False)  # the simulator gets what the log holds
         self.actions[self.length] = action
         self.length += 1
-        self.obs, reward, terminated, truncated, _ = self.env.step(action)
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        self.obs = self._own(obs)
         return self.obs, reward, terminated, truncated, {}
+
+    def _own(self, obs: np.ndarray) -> np.ndarray:
+        """A copy, since simulators may use the same array again, in the type that the space promises."""
+        return np.array(obs, dtype=self.obs_dtype)
 
     def history(self) -> dict[str, Any]:
         return {"seed": self.seed, "generator": self.generator, "actions": self.actions[: self.length].copy()}
@@ -201,6 +208,7 @@ class Workers(AsyncVectorEnv):
 
             return make
 
+        self.waiting: Callable[[], None] = lambda: None
         makers = [in_worker(maker) for maker in makers]
         with signals_blocked(), dead_workers_named():  # until workers ignore them
             super().__init__(makers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP)
@@ -221,6 +229,7 @@ class Workers(AsyncVectorEnv):
                 while not pipe.poll(LOOK_AFTER_WORKERS):
                     if not process.is_alive():
                         raise EOFError
+                    self.waiting()
             return getattr(self, f"{what}_wait")()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
@@ -251,16 +260,6 @@ def dead_workers_named() -> Iterator[None]:
         raise WorkerError("the worker process of an environment has died") from None
 
 
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Hold signals back in this thread and in the processes that it forks."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def become_worker(parent: int) -> None:
     """Leave signals to the parent, die with it, and compute with one thread."""
     for number in SIGNALS:
@@ -286,6 +285,7 @@ class ControlEnvs(VectorEnv):
 
     Attributes:
         obs: the last observations.
+        waiting: called each second while a worker process has not answered; may raise.
         replay_tick: called with the share that is done while `load_state_dict` plays; may raise.
         restore_note: what the user should know of the last `load_state_dict`, else empty.
         note: what the user should know of this environment, else empty.
@@ -335,7 +335,7 @@ class ControlEnvs(VectorEnv):
         """`actions`: `[num_envs, A]`, within the bounds.
 
         Raises:
-            WorkerError: a worker process has died or doesn't answer.
+            WorkerError: a worker process has died.
         """
         obs, rewards, terminations, truncations, info = self.envs.ask("step", actions)
         self.obs = obs
@@ -358,6 +358,14 @@ class ControlEnvs(VectorEnv):
             }
             self._begin(ended)
         return self.obs, rewards, terminations, truncations, info
+
+    @property
+    def waiting(self) -> Callable[[], None]:
+        return getattr(self.envs, "waiting", lambda: None)
+
+    @waiting.setter
+    def waiting(self, call: Callable[[], None]) -> None:
+        self.envs.waiting = call
 
     def _begin(self, mask: np.ndarray) -> None:
         self.episode_returns[mask] = 0.0

@@ -6,11 +6,17 @@ idle thread spins only once, when torch loads it. docs/performance.md has the fi
 
 import ctypes
 import os
+import platform
 import sys
 
 # Long enough to span the gaps between the kernels of one forward pass, short enough to leave the cores to
 # the emulators right after it.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+# NumPy's own products (of few rows, in rollouts) round differently with another number of threads. torch has its own
+# library for them on x86.
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def keep_freed_memory() -> None:

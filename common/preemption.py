@@ -10,8 +10,7 @@ import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 
-# what schedulers, clouds, terminals and people send
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+from common.signals import SIGNALS
 
 # Programs beside the training scripts that import them, or this, and stop at once.
 NOT_TRAINING = ("evaluate", "doctor", "drill", "sweep")

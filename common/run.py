@@ -27,7 +27,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar, text
 
-from common.errors import Interrupted, SaveError, UsageError
+from common.errors import Interrupted, SaveError, UsageError, WorkerError
 from common.files import read_json, replacing, write_json
 
 # seconds
@@ -174,6 +174,7 @@ class Run:
         self.terminal = Terminal()
         self.sps: float | None = None
         self.phase = "start"
+        self.rescue: Callable[[], None] = lambda: None  # saves what is not saved yet
         self.last_checkpoint: Path | None = None
         self.resumed_from: str | None = None
         self.laps: dict[str, float] = {}
@@ -233,8 +234,11 @@ class Run:
             self.set_phase("interrupted")
             self.terminal.line(str(error))
         elif error is not None:
+            if isinstance(error, WorkerError):
+                self.rescue()
             self.set_phase("failed")
-            if self.last_checkpoint and self._warm:  # not while restoring it
+            at_fault = not self._warm and not isinstance(error, WorkerError)  # an error while restoring it
+            if self.last_checkpoint and not at_fault:
                 at = f"failed at step {self.progress.global_step:,}"
                 self.terminal.line(f"{at}: {self.last_checkpoint} is good, the same command goes on from there")
         self.events.close()
@@ -536,7 +540,10 @@ def peak_memory_mib() -> float:
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Versions, git revision, processor and threads, for config.json."""
-    packages = ("gymnasium", "ale-py", "numpy", "tensorboard")
+    packages = ["gymnasium", "ale-py", "numpy", "tensorboard"]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("mujoco")
+        packages.append("mujoco")
     return {
         # torch's own word names its build too: cpu, cu130
         "packages": {"torch": str(torch.__version__), **{name: importlib.metadata.version(name) for name in packages}},

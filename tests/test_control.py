@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from common.control import ControlEnvs, Replayable, make_env
@@ -40,6 +41,44 @@ class Moody(Toy):
         return obs + np.float32(int.from_bytes(os.urandom(2))), *rest
 
 
+class Sloppy(gym.Env):
+    """Observations of another type than its space's, in one array that it uses again; actions of half precision."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float16)
+    obs = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.obs = np.zeros(2) if self.obs is None else self.obs
+        self.obs[:] = self.np_random.normal(size=2)
+        self.left = 12
+        return self.obs, {}
+
+    def step(self, action):
+        self.left -= 1
+        self.obs *= 1.1
+        self.obs += action
+        return self.obs, float(action[0]), self.left == 0, False, {}
+
+
+class Parent(Toy):
+    """A simulator with a process of its own, which holds what its parent has open."""
+
+    def reset(self, **kwargs):
+        if not hasattr(self, "child"):
+            self.child = os.fork()
+            if self.child == 0:
+                signal.pause()
+        return super().reset(**kwargs)
+
+    def close(self):
+        if hasattr(self, "child"):
+            os.kill(self.child, signal.SIGKILL)
+
+
+gym.register("Sloppy-v0", Sloppy)
+gym.register("Parent-v0", Parent)
 gym.register("Toy-v0", Toy, max_episode_steps=20)
 gym.register("Moody-v0", Moody, nondeterministic=True)
 gym.register("Lying-v0", Moody)
@@ -53,7 +92,7 @@ def random_actions(envs, steps: int) -> np.ndarray:
     return np.random.default_rng(0).uniform(-1, 1, (steps, *envs.action_space.shape)).astype(np.float32)
 
 
-@pytest.mark.parametrize("env_id", ["Hopper-v5", "Pendulum-v1", "Toy-v0"])
+@pytest.mark.parametrize("env_id", ["Hopper-v5", "Pendulum-v1", "Toy-v0", "Sloppy-v0"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_it_is_gymnasiums_vector_environment_with_statistics(env_id, asynchronous):
     envs = ControlEnvs(env_id, 2, asynchronous)
@@ -92,7 +131,7 @@ def test_environments_of_a_run_and_of_neighbouring_seeds_differ():
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Hopper-v5", "MountainCarContinuous-v0", "Toy-v0"])
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Hopper-v5", "MountainCarContinuous-v0", "Toy-v0", "Sloppy-v0"])
 def test_a_restored_simulator_goes_on_as_if_nothing_had_happened(env_id, asynchronous):
     steps = 330
     first, second = ControlEnvs(env_id, 2, asynchronous), ControlEnvs(env_id, 2, not asynchronous)
@@ -208,6 +247,52 @@ def test_workers_leave_signals_to_their_parent_and_a_dead_one_is_named():
         envs.step(np.zeros((2, 2), np.float32))
     envs.close()
     assert not any(process.is_alive() for process in envs.envs.processes)
+
+
+def test_a_dead_worker_is_noticed_though_its_own_child_holds_the_pipe():
+    envs = ControlEnvs("Parent-v0", 1, asynchronous=True)
+    envs.reset(seed=1)
+    (worker,) = envs.envs.processes
+    children = psutil.Process(worker.pid).children()
+    assert len(children) == 1
+    worker.kill()
+    worker.join()
+    try:
+        with pytest.raises(WorkerError):
+            envs.step(np.zeros((1, 2), np.float32))
+    finally:
+        children[0].kill()
+        envs.close()
+
+
+def test_a_worker_that_hangs_does_not_hide_a_signal():
+    class Stopped(Exception):
+        pass
+
+    def look():
+        raise Stopped
+
+    envs = ControlEnvs("Toy-v0", 2, asynchronous=True)
+    envs.reset(seed=1)
+    envs.waiting = look
+    os.kill(envs.envs.processes[0].pid, signal.SIGSTOP)
+    with pytest.raises(Stopped):
+        envs.step(np.zeros((2, 2), np.float32))
+    envs.close()
+
+
+def test_workers_compute_with_one_thread():
+    class Asking(Toy):
+        def threads(self):
+            return torch.get_num_threads()
+
+    gym.register("Asking-v0", Asking)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    envs = ControlEnvs("Asking-v0", 1, asynchronous=True)
+    assert list(envs.envs.ask("call", "threads")) == [1]
+    torch.set_num_threads(before)
+    envs.close()
 
 
 def test_closing_ends_a_worker_that_hangs():

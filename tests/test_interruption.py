@@ -156,6 +156,7 @@ def test_a_signal_reaches_a_run_in_a_thread(tmp_path):
     assert outcome[0].startswith("interrupted by SIGTERM: ")
 
 
+@pytest.mark.slow
 def test_an_error_in_the_loop_names_the_last_good_checkpoint_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
     real = ppo_atari.ppo_loss
     calls = []

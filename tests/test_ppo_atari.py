@@ -179,6 +179,7 @@ def test_the_loss_equals_the_papers_sample_by_sample(norm_adv, clip_vloss):
     assert 0.1 < stats[ppo_atari.LOSSES.index("clipfrac")] < 0.9  # both sides of the range were met
 
 
+@pytest.mark.slow
 def test_rewards_are_clipped_for_learning_only(tmp_path, monkeypatch):
     seen = []
     real = ppo_atari.compute_gae

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,8 +78,8 @@ class Target(gym.Env):
 
 
 gym.register("Truncated-v0", Toy, max_episode_steps=8)
-gym.register("Endless-v0", lambda: Toy(counts=False), max_episode_steps=8)
-gym.register("Terminated-v0", lambda: Toy(ends_after=8))
+gym.register("Endless-v0", lambda: Toy(counts=False), max_episode_steps=50)
+gym.register("Terminated-v0", lambda: Toy(ends_after=50))
 gym.register("Bounded-v0", lambda: Toy(low=[-0.5, -np.inf, 0.0], high=[2.0, 0.1, 0.0]), max_episode_steps=8)
 gym.register("Target-v0", Target, max_episode_steps=10)
 
@@ -163,11 +164,11 @@ def test_every_observation_and_reward_counts_once_in_the_statistics(tmp_path, mo
     assert drill.differences(weights["normalizer.obs_mean"], state["obs_mean"], "") == []
 
 
-@pytest.mark.parametrize(("env_id", "horizon"), [("Endless-v0", math.inf), ("Terminated-v0", 8)])
+@pytest.mark.parametrize(("env_id", "horizon"), [("Endless-v0", math.inf), ("Terminated-v0", 50)])
 def test_values_converge_to_the_infinite_horizon_with_truncations_and_to_the_finite_with_terminations(
     tmp_path, env_id, horizon
 ):
-    gamma = 0.8
+    gamma = 0.99
     flags = {"num_envs": 4, "num_steps": 64, "update_epochs": 10, "learning_rate": 3e-3, "clip_vloss": False}
     flags["anneal_lr"] = False
     train(tmp_path, "toy", env_id=env_id, gamma=gamma, total_timesteps=30 * 256, **flags)
@@ -175,11 +176,11 @@ def test_values_converge_to_the_infinite_horizon_with_truncations_and_to_the_fin
     agent, normalizer = Agent(1, 3), Normalizer(4, 1, gamma)
     agent.load_state_dict(saved["agent"])
     normalizer.load_state_dict(saved["normalizer"])
-    steps = np.arange(8.0) * (env_id == "Terminated-v0")
+    steps = np.arange(50.0) * (env_id == "Terminated-v0")
     obs = torch.from_numpy(normalizer.observations(steps[:, None])).float()
     values = agent(obs)[1].detach().numpy() * normalizer.return_rms.std()
     left = horizon - steps
-    np.testing.assert_allclose(values, (1 - gamma**left) / (1 - gamma), rtol=0.1)
+    np.testing.assert_allclose(values, (1 - gamma**left) / (1 - gamma), atol=4)
 
 
 def test_log_probabilities_are_those_of_torchs_normal_distribution():
@@ -301,11 +302,12 @@ def test_one_seed_gives_identical_scalars_and_weights_with_workers_too_and_anoth
 
 
 def test_the_ratio_is_one_in_the_first_minibatch_of_the_first_epoch(tmp_path, monkeypatch):
-    ratios = []
+    ratios, actions = [], []
     real = ppo_continuous.ppo_loss
 
     def watched(*args):
         result = real(*args)
+        actions.append(args[4])
         ratios.append(result[1][3].exp())
         if len(ratios) == 1:
             torch.testing.assert_close(args[3], args[8], rtol=0, atol=1e-5)  # values
@@ -316,6 +318,7 @@ def test_the_ratio_is_one_in_the_first_minibatch_of_the_first_epoch(tmp_path, mo
     assert len(ratios) == 8
     assert (ratios[0] - 1).abs().max() < 1e-5
     assert (ratios[1] - 1).abs().max() > 1e-3
+    assert not torch.equal(actions[0], actions[4])  # each epoch has an order of its own
 
 
 def test_a_truncated_episode_bootstraps_from_the_value_of_its_last_observation(tmp_path, monkeypatch):
@@ -348,6 +351,84 @@ def test_a_truncated_episode_bootstraps_from_the_value_of_its_last_observation(t
     ((terminations, truncations),) = seen
     assert not terminations.any()
     assert truncations.flatten().nonzero().flatten().tolist() == list(range(7, 64, 8))
+
+
+def test_advantages_are_computed_from_what_a_slow_rollout_gives(tmp_path, monkeypatch):
+    history, agents, seen = [], [], []
+
+    class WatchedEnvs(ppo_continuous.ControlEnvs):
+        def reset(self, **kwargs):
+            result = super().reset(**kwargs)
+            history.append(result[0].copy())
+            return result
+
+        def step(self, actions):
+            result = super().step(actions)
+            history.append((result[0].copy(), result[1], result[2], result[3], result[4].get("final_obs")))
+            return result
+
+    class WatchedAgent(Agent):
+        def __init__(self, *sizes):
+            super().__init__(*sizes)
+            agents.append(self)
+
+    def value(obs):
+        with torch.no_grad():
+            return agents[0].critic(torch.from_numpy(np.asarray(obs)).float())[:, 0].numpy()
+
+    def watched(*inputs):
+        samples, discounted, current = list(history[0]), [], np.zeros(2)
+
+        def normalised(obs):
+            scale = np.sqrt(np.var(samples, 0, dtype=np.float64) + 1e-8)
+            return ((obs - np.mean(samples, 0, dtype=np.float64)) / scale).clip(-10, 10)
+
+        values, rewards, final_values = [value(normalised(history[0]))], [], []
+        for obs, reward, terminated, truncated, final_obs in history[1:]:
+            current = 0.9 * current + reward
+            discounted.extend(current)
+            rewards.append((reward / np.sqrt(np.var(discounted) + 1e-8)).clip(-10, 10))
+            ended = terminated | truncated
+            current[ended] = 0.0
+            final_values.append(np.zeros(2))
+            if ended.any():
+                samples.extend(final_obs[ended])
+                final_values[-1] = value(normalised(final_obs))
+            samples.extend(obs)
+            values.append(value(normalised(obs)))
+        terminations, truncations = (np.array([row[index] for row in history[1:]]) for index in (2, 3))
+        expected = (np.array(rewards), terminations, truncations, np.array(values[:-1]), values[-1])
+        for index, (ours, theirs) in enumerate(zip(inputs[:5], expected, strict=True)):
+            np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-3, atol=1e-3, err_msg=str(index))
+        final = inputs[5].numpy()[truncations]
+        np.testing.assert_allclose(final, np.array(final_values)[truncations], rtol=1e-3, atol=1e-3)
+        assert inputs[6:] == (0.9, 0.7)
+        seen.append(truncations.sum())
+        return real(*inputs)
+
+    real = ppo_continuous.compute_gae
+    monkeypatch.setattr(ppo_continuous, "ControlEnvs", WatchedEnvs)
+    monkeypatch.setattr(ppo_continuous, "Agent", WatchedAgent)
+    monkeypatch.setattr(ppo_continuous, "compute_gae", watched)
+    gym.register("Short-v0", "gymnasium.envs.classic_control.pendulum:PendulumEnv", max_episode_steps=11)
+    train(tmp_path, "a", env_id="Short-v0", num_envs=2, total_timesteps=128, gamma=0.9, gae_lambda=0.7)
+    assert seen == [2 * (64 // 11)]
+
+
+def test_target_kl_ends_the_epochs_early_and_gradients_are_clipped(tmp_path, monkeypatch):
+    norms = []
+    real = torch.optim.Adam.step
+
+    def watched(optimizer, *args, **kwargs):
+        norms.append(optimizer.param_groups[0]["params"][0].grad.norm().item())
+        return real(optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", watched)
+    flags = {"learning_rate": 0.01, "update_epochs": 4, "total_timesteps": 64, "vf_coef": 100.0}
+    assert train(tmp_path, "all", **flags)["updates"] == 16
+    assert train(tmp_path, "early", target_kl=1e-6, **flags)["updates"] == 4
+    assert len(norms) == 20
+    assert max(norms) == pytest.approx(0.5, abs=1e-4)
 
 
 @pytest.mark.parametrize("env_id", ["Bounded-v0", "Truncated-v0"])
@@ -411,7 +492,8 @@ def test_bad_input_gets_one_line_and_status_2_and_leaves_nothing(case, tmp_path,
 KINDS = {
     "falls": {"env_id": "Hopper-v5"},
     "time limits": {"env_id": "Pendulum-v1", "total_timesteps": 960},
-    "two workers": {"env_id": "HalfCheetah-v5", "num_envs": 2, "async_envs": True, "total_timesteps": 640},
+    "two workers": {"env_id": "Hopper-v5", "num_envs": 2, "async_envs": True, "total_timesteps": 640},
+    "longer than a rollout": {"env_id": "HalfCheetah-v5"},
     "early stopping": {"env_id": "Hopper-v5", "target_kl": 1e-3, "learning_rate": 0.01},
 }
 
@@ -458,14 +540,30 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def test_a_killed_worker_ends_the_run_with_status_1_and_a_named_checkpoint(tmp_path):
-    process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    sizes = ("--num-steps", "128", "--total-timesteps", "5120")
+    process = start(tmp_path, *sizes, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     workers = workers_of(process)
     assert len(workers) == 2
+    status = tmp_path / "runs" / "a" / "status.json"
+    seen = {"global_step": 0}
+    while seen["global_step"] < 256 or seen["phase"] != "rollout":
+        assert process.poll() is None
+        time.sleep(0.01)
+        seen = json.loads(status.read_text())
     workers[0].kill()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err == "error: the worker process of an environment has died\n"
-    assert "checkpoints/step-000000000000.pt is good, the same command goes on from there" in out
+    step = re.search(r"checkpoints/step-0*(\d+)\.pt is good, the same command goes on from there", out)
+    assert step
+    again = run_script(
+        *("ppo_continuous.py", "--run-name", "a", "--async-envs", "--num-envs", "2", "--env-id", "Hopper-v5"),
+        *("--num-steps", "128", "--total-timesteps", "5120"),
+        cwd=tmp_path,
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"resumed at step {int(step[1]):,} from" in again.stdout
+    assert int(step[1]) > 0  # the boundary before, which no periodic save had written
     assert not any(worker.is_running() for worker in workers)
 
 
@@ -501,6 +599,18 @@ def test_the_drill_passes(tmp_path, flags):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS")
+
+
+@pytest.mark.slow
+def test_without_a_compiler_compile_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "work").mkdir()
+    done = run_script("ppo_continuous.py", "--compile", cwd=tmp_path / "work")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --compile: torch can't compile here: ")
+    assert done.stderr.count("\n") == 1
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 @pytest.mark.slow

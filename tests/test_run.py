@@ -149,6 +149,7 @@ def test_a_finished_run_outlives_a_file_system_that_lost_its_locks(tmp_path, mon
     assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_of_many_starts_at_once_exactly_one_gets_the_folder(tmp_path):
     code = HOLDER.format(root=str(ROOT), runs=str(tmp_path))
     starts = [
