@@ -83,7 +83,8 @@ def test_a_thread_installs_no_handler_and_can_be_asked():
 @pytest.mark.parametrize(("name", "caught"), [("my_script.py", True), ("evaluate.py", False)])
 def test_a_training_script_listens_from_its_first_import_on_and_other_programs_do_not(tmp_path, name, caught):
     (tmp_path / "common").mkdir()
-    (tmp_path / "common" / "preemption.py").write_text((ROOT / "common" / "preemption.py").read_text())
+    for module in ("preemption.py", "signals.py"):
+        (tmp_path / "common" / module).write_text((ROOT / "common" / module).read_text())
     (tmp_path / name).write_text(
         "import common.preemption, os, signal\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
