@@ -595,7 +595,17 @@ def test_no_worker_outlives_a_killed_run(tmp_path):
 def test_the_drill_passes(tmp_path, flags):
     sizes = ["--num-steps", "256", "--total-timesteps", "6400"]
     done = run_script(
-        "drill.py", "--kills", "2", "--terms", "2", "--dir", "drill", "ppo_continuous.py", *flags, *sizes, cwd=tmp_path
+        "drill.py",
+        "--kills",
+        "2",
+        "--terms",
+        "2",
+        "--dir",
+        "drill",
+        str(ROOT / "ppo_continuous.py"),
+        *flags,
+        *sizes,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASS")
