@@ -49,7 +49,7 @@ def spec_of(env_id: str) -> EnvSpec:
     if module:
         try:
             importlib.import_module(module)
-        except ImportError as error:
+        except (ImportError, SyntaxError, TypeError, ValueError) as error:  # TypeError: a path is no module
             raise UsageError(f"--env-id {env_id}: {error}") from None
     try:
         spec = gym.spec(name)

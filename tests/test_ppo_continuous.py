@@ -469,6 +469,7 @@ BAD = {
         ["--num-envs", "9000000", "--num-steps", "32", "--total-timesteps", "9" * 12],
         "GB",
     ),
+    "a path for a module": (["--env-id", "./x:Hopper-v5"], "--env-id ./x:Hopper-v5"),
     "a module that is not there": (["--env-id", "nowhere:Hopper-v5"], "No module named 'nowhere'"),
     "no environments": (["--num-envs", "0"], "must be positive"),
 }
