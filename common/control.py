@@ -71,7 +71,8 @@ def make_env(env_id: str) -> gym.Env:
     """
     spec = spec_of(env_id)
     try:
-        with warnings.catch_warnings():
+        # MuJoCo's bindings start a process while they are imported; a signal to the group would end it, and the import
+        with signals_blocked(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old versions, which `note` names in one line
             # the checker would only slow each step down
             env = gym.make(spec, disable_env_checker=True)
@@ -108,13 +109,14 @@ class Replayable(gym.Wrapper):
         self.generator: dict[str, Any] | None = None
         self.actions = np.zeros((1024, *env.action_space.shape), dtype=self.action_dtype)
         self.length = 0
+        self.rewards = 0.0  # of the episode
         self.obs: np.ndarray | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         self.seed, self.generator = seed, None
         if seed is None:
             self.generator = self.unwrapped.np_random.bit_generator.state
-        self.length = 0
+        self.length, self.rewards = 0, 0.0
         self.obs = self._own(self.env.reset(seed=seed, options=options)[0])
         return self.obs, {}  # what simulators report besides costs more to gather than a step, and nobody reads it
 
@@ -126,6 +128,7 @@ class Replayable(gym.Wrapper):
         self.length += 1
         obs, reward, terminated, truncated, _ = self.env.step(action)
         self.obs = self._own(obs)
+        self.rewards += float(reward)
         return self.obs, reward, terminated, truncated, {}
 
     def _own(self, obs: np.ndarray) -> np.ndarray:
@@ -399,7 +402,8 @@ class ControlEnvs(VectorEnv):
             self.replay_tick(1 - left / most)
             left = max(self.envs.ask("call", "replay", REPLAY_CHUNK))
         self.obs = np.stack(self.envs.ask("call", "obs"))
-        if not np.array_equal(self.obs, state["obs"].numpy()):
+        same = np.array_equal(self.obs, state["obs"].numpy())
+        if not same or list(self.envs.ask("call", "rewards")) != state["episode_returns"]:
             self.restore_note = "the simulator plays differently now: the learner is exact, episodes restart"
             self.reset()
             return

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import warnings
 
 import gymnasium as gym
@@ -79,6 +81,17 @@ class Parent(Toy):
 
 gym.register("Sloppy-v0", Sloppy)
 gym.register("Parent-v0", Parent)
+
+
+class OwnNoise(Toy):
+    """Rewards from a generator that nobody can save; observations are the same."""
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, reward + int.from_bytes(os.urandom(2)), *rest
+
+
+gym.register("OwnNoise-v0", OwnNoise)
 gym.register("Toy-v0", Toy, max_episode_steps=20)
 gym.register("Moody-v0", Moody, nondeterministic=True)
 gym.register("Lying-v0", Moody)
@@ -168,9 +181,10 @@ def test_long_episodes_are_kept_whole():
     np.testing.assert_array_equal(env.history()["actions"], actions)
 
 
-def test_what_cannot_be_restored_is_announced_and_begins_anew():
+@pytest.mark.parametrize("env_id", ["Lying-v0", "OwnNoise-v0"])
+def test_what_cannot_be_restored_is_announced_and_begins_anew(env_id):
     assert "not deterministic" in ControlEnvs("Moody-v0", 1).note
-    envs = ControlEnvs("Lying-v0", 1)
+    envs = ControlEnvs(env_id, 1)
     assert envs.note == ""
     envs.reset(seed=1)
     envs.step(np.zeros((1, 2), np.float32))
@@ -225,6 +239,23 @@ def test_an_id_may_name_the_module_that_registers_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     settings = ControlEnvs("my_envs:Mine-v0", 1).describe()
     assert (settings["g"], settings["max_episode_steps"]) == (9.81, 100)
+
+
+def test_a_simulators_start_is_not_disturbed_by_signals():
+    class Starting(Toy):
+        """Ends a process of its own group, as a terminal's Ctrl-C does, and needs it."""
+
+        def __init__(self):
+            super().__init__()
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            child.send_signal(signal.SIGINT)
+            child.send_signal(signal.SIGTERM)
+            child.communicate(b"\n")
+            if child.returncode:
+                raise ImportError("the helper was killed")
+
+    gym.register("Starting-v0", Starting)
+    ControlEnvs("Starting-v0", 1)
 
 
 def test_an_old_version_that_still_loads_is_named():
