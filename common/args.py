@@ -91,7 +91,7 @@ FLOAT32_MAX = 3.4e38
 
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
-RESULT_STAYS |= {"compile", "async_envs"}
+RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer"}
 IN_THE_NAME = {"env_id", "seed"}
 
 

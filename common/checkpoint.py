@@ -158,6 +158,7 @@ class Checkpoints:
         self.snapshot: dict[str, Any] | None = None
         self._saved_at: float | None = None  # time of the last save or attempt; None: the first boundary is to be saved
         self._failed = False  # the last save
+        self._oldest = 0  # step of the oldest rolling checkpoint
         self._kept = 0  # multiples of keep_every that the checkpoints kept for good have passed
 
         path, content, damaged = self._find()
@@ -250,6 +251,8 @@ class Checkpoints:
                 continue
             if hasattr(owner, "replay_tick"):
                 owner.replay_tick = self._replay_tick
+            if hasattr(owner, "source"):
+                owner.source = path.parent.parent / owner.FOLDER
             try:
                 owner.load_state_dict(content[name])
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -257,6 +260,7 @@ class Checkpoints:
                 raise UsageError(f"{path}: its {name} does not fit this program: {reason}") from None
             self.run.terminal.line(getattr(owner, "restore_note", ""))
         if own:
+            self._count(newest_first(self.folder))
             if (self.folder / BEST).exists():
                 with contextlib.suppress(Damaged):  # the next one replaces it
                     self.best = tuple(read(self.folder / BEST)["about"]["rank"])
@@ -290,11 +294,18 @@ class Checkpoints:
             self._try_to_write()
         self.stop_if_asked()
 
+    def between_steps(self) -> None:
+        """As `boundary`, for loops that can stop after each step, where nothing is on the way: nothing is copied."""
+        if self._saved_at is None or self.signals.asked or self._is_due():
+            self.boundary()
+            self.snapshot = None  # the next step changes what it holds
+
     def _is_due(self) -> bool:
         minutes, since = self.args.checkpoint_minutes, time.perf_counter() - self._saved_at
         on_time = minutes > 0 and since >= 60 * minutes
-        to_keep = self._multiples(self.snapshot["progress"]["global_step"]) > self._kept
-        return (on_time or to_keep) and (not self._failed or since >= RETRY)
+        to_keep = self._multiples(self.run.progress.global_step) > self._kept
+        overtaken = any(owner.overtakes(self._oldest) for owner in self.state.values() if hasattr(owner, "overtakes"))
+        return (on_time or to_keep or overtaken) and (not self._failed or since >= RETRY)
 
     def _multiples(self, step: int) -> int:
         return step // self.args.keep_every if self.args.keep_every else 0
@@ -357,6 +368,9 @@ class Checkpoints:
         phase = self.run.phase
         self.run.set_phase("save")
         self.run.events.flush(durable=True)  # first: the checkpoint counts them
+        for owner in self.state.values():
+            if hasattr(owner, "sync"):
+                owner.sync()
         returns = progress["returns"]
         # of two means the one of more games counts, until there are 100
         rank = [len(returns), sum(returns) / len(returns)] if returns else [0, -float("inf")]
@@ -383,10 +397,16 @@ class Checkpoints:
         self.last = self.run.last_checkpoint = path
         self._saved_at, self._failed = time.perf_counter(), False
         self._name(path, about)
-        rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
-        for old in rolling[self.args.keep_checkpoints :]:
+        for old in self._count(newest_first(self.folder)):
             old.unlink(missing_ok=True)
         self.run.set_phase(phase)
+
+    def _count(self, found: list[Path]) -> list[Path]:
+        """Note the oldest rolling checkpoint that is to stay. Returns those that are not."""
+        rolling = [path for path in found if path.name.startswith("step-")]
+        staying, others = rolling[: self.args.keep_checkpoints], rolling[self.args.keep_checkpoints :]
+        self._oldest = step_of(staying[-1]) if staying else 0
+        return others
 
     def _name(self, path: Path, about: dict[str, Any]) -> None:
         """Give a checkpoint the names of the best one, and of one that is kept for good, if it is."""

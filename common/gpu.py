@@ -87,16 +87,21 @@ def require_memory(device: torch.device, needed: int, what: str) -> None:
     Raises:
         UsageError: the GPU, the machine or the container has less.
     """
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-        for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-            # the container's limit; its usage says little, since it counts cached files. Absent or "max" elsewhere
-            with contextlib.suppress(OSError, ValueError):
-                free = min(free, int(Path(limit).read_text()))
+    free = free_memory(device)
     if needed > free:
         raise UsageError(f"{what} needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes, of the GPU, or of the machine or the container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = psutil.virtual_memory().available
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        # the container's limit; its usage says little, since it counts cached files. Absent or "max" elsewhere
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, int(Path(limit).read_text()))
+    return free
 
 
 def set_numerics(deterministic: bool, tf32: bool) -> None:

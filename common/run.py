@@ -32,6 +32,7 @@ from common.files import read_json, replacing, write_json
 
 # seconds
 HEARTBEAT = 5.0  # between two status.json
+BRIEF = 0.1  # the same, for phases that take milliseconds
 TERMINAL_LINE = 0.5  # between two changes of the progress line
 PLAIN_LINE = 10.0  # between two lines where there is no terminal
 
@@ -275,15 +276,17 @@ class Run:
         self._warm = self.progress.global_step, self._lap_time
 
     def restoring(self, share: float) -> None:
-        """Keep heartbeat and progress line fresh while emulators play again."""
-        self._beat(lambda: f"restoring the emulators: {share:.0%}")
+        """Keep heartbeat and progress line fresh while emulators play again or a replay memory is read."""
+        self._beat(lambda: f"restoring: {share:.0%}")
 
     # ---- time
 
-    def set_phase(self, phase: str) -> None:
-        """`rollout`, `update` ...: named in status.json at once."""
+    def set_phase(self, phase: str, brief: bool = False) -> None:
+        """`rollout`, `update` ...: named in status.json at once. `brief` ones change with each step: ten times a second
+        the file says which it is."""
         self.phase = phase
-        self.write_status()
+        if not brief or time.perf_counter() - self._last_status >= BRIEF:
+            self.write_status()
 
     def tick(self) -> None:
         """Keep heartbeat, curves and progress line fresh. Call at each environment step and minibatch; costs a
@@ -347,6 +350,10 @@ class Run:
             self.events.add(tag, value, global_step)
         self._flush()
         self.tick()
+
+    def warm_up(self) -> None:
+        """The loop does something else from here on: the speed counts from the end of the next iteration."""
+        self._measured = False
 
     def mean_return(self) -> float | None:
         """Of the last 100 games, or of all while they are fewer."""

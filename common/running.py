@@ -1,5 +1,7 @@
 """Running statistics."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -29,3 +31,29 @@ class RunningMeanStd:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.count = state["count"].item()
         self.mean, self.squares = state["mean"].numpy().copy(), state["squares"].numpy().copy()
+
+
+class Mean:
+    """Of tensors of one shape, summed up on their device and read once in a while."""
+
+    def __init__(self, *shape: int, device: torch.device) -> None:
+        self.sum = torch.zeros(shape, device=device)
+        self.count = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        self.sum += x
+        self.count += 1
+
+    def take(self) -> list[float]:
+        """The means of all since the last call; NaN where there were none."""
+        means = (self.sum / self.count).tolist() if self.count else [float("nan")] * len(self.sum)
+        self.sum.zero_()
+        self.count = 0
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sum.copy_(state["sum"])
+        self.count = state["count"]

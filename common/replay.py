@@ -1,0 +1,410 @@
+"""Storage of a replay memory: each frame once, in files that a checkpoint can count on, and a sum tree for priorities.
+
+Time counts steps of all environments together from the beginning of the run. Step t holds the newest frame of each
+environment's observation before the step, and what came of the step. Steps lie in a ring of `length` slots, t in slot
+t % length; the newest `size` of them can be sampled. The slots beyond these are spare: what is written after a
+checkpoint takes them first, so that going back to that checkpoint finds everything that it counts on. `overtakes` says
+when the next one is due.
+
+A segment is `SEGMENTS`-th of the ring. Once full it stays as it is until the ring comes round, about a million steps
+later, and its SHA-256 stands in every checkpoint that needs it.
+"""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.errors import UsageError
+from common.files import sync
+
+SEGMENTS = 400
+SPARE = 20  # one slot in so many
+REST = 2 * 10**9  # bytes that networks and libraries take on a GPU, amply
+STACK = 4  # frames of an observation
+FRAME = (84, 84)  # pixels
+FRAME_BYTES = 84 * 84
+# what a step holds beside the frame; `age`: how many older frames of its stack are of the same game
+STEP = np.dtype([("reward", "<f4"), ("action", "u1"), ("age", "u1"), ("termination", "?"), ("unused", "u1")])
+ARRAYS = {"frames": (FRAME, np.dtype("u1")), "steps": ((), STEP)}  # by file: shape and type of an entry
+
+
+def segment_length(size: int) -> int:
+    """Steps of a segment, for `size` steps that can be sampled."""
+    return max(16, size // SEGMENTS)
+
+
+def ring_length(size: int) -> int:
+    """Slots of the ring, whole segments."""
+    segment = segment_length(size)
+    return -(-(size + max(size // SPARE, 4 * segment)) // segment) * segment
+
+
+def bytes_needed(transitions: int, num_envs: int) -> int:
+    """Of memory, and of disk, for so many transitions of all environments together."""
+    return ring_length(transitions // num_envs) * num_envs * (FRAME_BYTES + STEP.itemsize + 1)
+
+
+def require_room(transitions: int, num_envs: int, free: int, what: str) -> None:
+    """Refuse a memory that does not fit.
+
+    Args:
+        free: bytes.
+        what: they are of, for the message.
+
+    Raises:
+        UsageError: with the need and a size that would fit.
+    """
+    needed = bytes_needed(transitions, num_envs)
+    if needed <= free:
+        return
+    fits = int(free / needed * transitions)
+    fits -= fits % 1000
+    while fits > 0 and bytes_needed(fits, num_envs) > free:
+        fits -= 1000
+    advice = f"--buffer-size {fits} would fit" if fits > 0 else "none would fit"
+    raise UsageError(
+        f"--buffer-size {transitions} needs {needed / 1e9:.2f} GB of {what}, {free / 1e9:.2f} GB are free: {advice}"
+    )
+
+
+def choose_buffer_device(name: str, device: torch.device, needed: int, free: int) -> torch.device:
+    """Where frames are read: on the GPU, so that nothing has to be moved there, if all of them fit beside the rest.
+
+    Args:
+        name: `auto`, `cpu` or `cuda`.
+        device: of the networks, with `free` bytes.
+
+    Raises:
+        UsageError: `cuda`, and the networks are not there.
+    """
+    if name == "cuda" and device.type != "cuda":
+        raise UsageError(f"--buffer-device cuda: the networks are on {device}")
+    return device if name == "cuda" or (name == "auto" and needed + REST <= free) else torch.device("cpu")
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that a memory in a folder, which need not exist yet, may take: what is free, and what its files have."""
+    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    usage = os.statvfs(exists)
+    own = sum(512 * path.stat().st_blocks for path in folder.glob("*.bin"))
+    return usage.f_bavail * usage.f_frsize + own
+
+
+class Storage:
+    """The steps of `num_envs` environments, written in turn and read in any order.
+
+    Attributes:
+        size: steps of each environment that can be sampled.
+        position: the step that comes next; its frame is there, what comes of it is not.
+        first: the oldest step since the memory was empty.
+        rewards, actions, ages, terminations, truncations: `[length, num_envs]`, by slot.
+        finals: the newest frame of a truncated game's true last observation, by (step, environment).
+        replay_tick: called with the share that is done while `load_state_dict` reads; may raise.
+        restore_note: what the user should know of the last `load_state_dict`, else empty.
+        source: the folder that `load_state_dict` reads from.
+    """
+
+    FOLDER = "replay"  # in the run's own
+
+    def __init__(self, folder: Path | None, num_envs: int, transitions: int, device: torch.device) -> None:
+        """
+        Args:
+            folder: of its files; None: nothing is kept for another process.
+            transitions: of all environments together.
+            device: where frames are read.
+
+        Raises:
+            UsageError: the files can't be made.
+        """
+        self.folder = self.source = folder
+        self.num_envs, self.size = num_envs, transitions // num_envs
+        self.segment, self.length = segment_length(self.size), ring_length(self.size)
+        self.files: dict[str, int] = {}
+        self.arrays = {name: self._open(name, folder) for name in ARRAYS}
+        self.frames, self.steps = self.arrays.values()  # [length, num_envs, 84, 84], [length, num_envs]
+        self.rewards, self.actions, self.ages, self.terminations = (
+            self.steps[name] for name in ("reward", "action", "age", "termination")
+        )
+        self.truncations = np.zeros((self.length, num_envs), dtype=bool)
+        self.finals: dict[tuple[int, int], np.ndarray] = {}
+        flat = torch.from_numpy(self.frames).view(-1, *FRAME)
+        self.readable = flat if device.type == "cpu" else torch.empty(flat.shape, dtype=torch.uint8, device=device)
+        self.replay_tick: Callable[[float], None] = lambda share: None
+        self.restore_note = ""
+        self.position = self.first = 0
+        self.age = np.zeros(num_envs, dtype=np.uint8)  # of the newest frames
+        self.digests: dict[int, str] = {}  # of full segments, by step // segment
+        self.hash = hashlib.sha256()  # of the segment that is being written
+        self.began = False
+
+    def _open(self, name: str, folder: Path | None) -> np.ndarray:
+        shape, dtype = ARRAYS[name]
+        shape = (self.length, self.num_envs, *shape)
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        if folder is None:
+            return np.frombuffer(mmap.mmap(-1, num_bytes), dtype).reshape(shape)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / f"{name}.bin", os.O_CREAT | os.O_RDWR, 0o644)
+            os.ftruncate(descriptor, num_bytes)
+            # its blocks at once: a disk that is full later on would end the process with SIGBUS
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            mapped = mmap.mmap(descriptor, num_bytes)
+        except OSError as error:
+            raise UsageError(f"--buffer-size: cannot make {folder / name}.bin: {error.strerror}") from None
+        self.files[name] = descriptor
+        return np.frombuffer(mapped, dtype).reshape(shape)
+
+    def close(self) -> None:
+        for descriptor in self.files.values():
+            os.close(descriptor)
+        self.files = {}
+
+    @property
+    def oldest(self) -> int:
+        """The oldest step that can be sampled."""
+        return max(self.first, self.position - self.size)
+
+    # ---- writing
+
+    def begin(self, obs: np.ndarray) -> None:
+        """Call with the observations that the first step starts from, `[num_envs, 4, 84, 84]`, also after a restore.
+
+        Where they are not the stored ones, because games were restarted, the old games count as truncated.
+        """
+        if not self.began:
+            self.began = True
+            self.first, self.position = self.position, self.position - STACK + 1
+            self.age[:] = 0
+            for frame in obs.transpose(1, 0, 2, 3)[:-1]:  # the stack is in the middle of a game after a refill
+                self._put(frame)
+                self._complete(0, 0, False)
+            self._put(obs[:, -1])
+            self.age[:] = STACK - 1
+            return
+        back = np.arange(STACK)[::-1, None]
+        frames = self.frames[(self.position - back) % self.length, np.arange(self.num_envs)]
+        frames[back > self.age] = 0
+        restarted = (frames != obs.transpose(1, 0, 2, 3)).any(axis=(0, 2, 3))
+        for i in np.flatnonzero(restarted):
+            if not self.terminations[(self.position - 1) % self.length, i]:
+                self._truncate(self.position - 1, i, frames[-1, i])
+        self.age[restarted] = 0
+        self._put(obs[:, -1])
+
+    def add(
+        self,
+        actions: np.ndarray,
+        rewards: np.ndarray,
+        terminations: np.ndarray,
+        truncations: np.ndarray,
+        next_obs: np.ndarray,
+        info: dict[str, Any],
+    ) -> None:
+        """What came of step `position`, as the environments returned it: `[num_envs]`, `next_obs` and
+        `info["final_obs"]` `[num_envs, 4, 84, 84]`. `info["_episode"]` tells where a new game has begun."""
+        for i in np.flatnonzero(truncations & ~terminations):
+            self._truncate(self.position, i, info["final_obs"][i, -1])
+        self._complete(actions, rewards, terminations)
+        started = info.get("_episode", False)
+        self.age = np.where(started, 0, np.minimum(self.age + 1, STACK - 1)).astype(np.uint8)
+        self._put(next_obs[:, -1])
+        left = self.oldest - STACK
+        if self.truncations[left % self.length].any():
+            self.truncations[left % self.length] = False
+            self.finals = {key: frame for key, frame in self.finals.items() if key[0] > left}
+
+    def _truncate(self, step: int, i: int, final: np.ndarray) -> None:
+        self.truncations[step % self.length, i] = True
+        self.finals[step, int(i)] = final.copy()
+
+    def _put(self, frame: np.ndarray) -> None:
+        slot = self.position % self.length
+        self.frames[slot] = frame
+        if self.readable.device.type != "cpu":
+            rows = slice(slot * self.num_envs, (slot + 1) * self.num_envs)
+            self.readable[rows].copy_(torch.from_numpy(self.frames[slot]))
+
+    def _complete(self, actions: Any, rewards: Any, terminations: Any) -> None:
+        slot = self.position % self.length
+        self.rewards[slot], self.actions[slot] = rewards, actions
+        self.terminations[slot], self.ages[slot] = terminations, self.age
+        if self.files:
+            self._hash(self.hash, self.position)
+        self.position += 1
+        if self.position % self.segment == 0:
+            number = self.position // self.segment - 1
+            self.digests[number] = self.hash.hexdigest()
+            self.digests.pop(number - self.length // self.segment, None)
+            self.hash = hashlib.sha256()
+            for name, descriptor in self.files.items():
+                size = self.arrays[name][0].nbytes * self.segment
+                start_writing(descriptor, number * self.segment % self.length // self.segment * size, size)
+
+    def _hash(self, of: Any, step: int) -> None:
+        for array in self.arrays.values():
+            of.update(array[step % self.length].view(np.uint8).data)
+
+    # ---- reading
+
+    def frames_of(self, steps: np.ndarray, envs: np.ndarray) -> torch.Tensor:
+        """`[...]` steps and environments -> `[..., 84, 84]` uint8 on the device of the memory."""
+        rows = torch.from_numpy(steps % self.length * self.num_envs + envs)
+        found = self.readable.index_select(0, rows.flatten().to(self.readable.device))
+        return found.view(*rows.shape, *FRAME)
+
+    # ---- interruption
+
+    def overtakes(self, global_step: int) -> bool:
+        """Whether the next step takes a slot that a checkpoint of then needs."""
+        needed = global_step // self.num_envs - self.size - STACK + 1
+        return self.position + 1 >= needed // self.segment * self.segment + self.length
+
+    def sync(self) -> None:
+        """Have the files on the disk.
+
+        Raises:
+            OSError
+        """
+        for descriptor in self.files.values():
+            os.fdatasync(descriptor)
+        if self.files:
+            sync(self.folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Positions and checksums of the files. Nothing but the position where there are none."""
+        state = {"position": self.position, "size": self.size, "segments": None}
+        if not self.files:
+            return state
+        needed = (self.oldest - STACK + 1) // self.segment
+        segments = {number: digest for number, digest in self.digests.items() if number >= needed}
+        keys = sorted(key for key in self.finals if key[0] >= self.oldest)
+        finals = np.stack([self.finals[key] for key in keys]) if keys else np.zeros((0, *FRAME), np.uint8)
+        return state | {
+            "segments": segments | {self.position // self.segment: self.hash.hexdigest()},
+            "first": self.first,
+            "age": self.age.tolist(),
+            "newest": torch.from_numpy(self.frames[self.position % self.length].copy()),
+            "final_keys": [list(key) for key in keys],
+            "finals": torch.from_numpy(finals),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Read the steps from `source` and compare their checksums; what is not as it was leaves the memory empty."""
+        self.position = state["position"]
+        self.began, self.restore_note = False, ""
+        self.digests, self.hash, self.finals = {}, hashlib.sha256(), {}
+        self.truncations[:] = False
+        lost = self._load(state)
+        if lost:
+            self.digests, self.hash = {}, hashlib.sha256()
+            self.restore_note = f"the replay memory {lost}: it is filled again before learning goes on"
+
+    def _load(self, state: dict[str, Any]) -> str:
+        """Returns what is wrong."""
+        if state["segments"] is None or self.source is None:
+            return "was not kept (--no-save-buffer)"
+        if state["size"] != self.size:
+            return "had another --buffer-size"
+        self.first, self.age = state["first"], np.array(state["age"], dtype=np.uint8)
+        begins = max(self.first, self.position - self.size) - STACK + 1
+        if self.source != self.folder or not self.files:
+            try:
+                others = {
+                    name: np.memmap(self.source / f"{name}.bin", dtype, "r", shape=(self.length, self.num_envs, *shape))
+                    for name, (shape, dtype) in ARRAYS.items()
+                }
+            except (OSError, ValueError):
+                return f"is not in {self.source}"
+        for number in range(begins // self.segment, self.position // self.segment + 1):
+            start = max(number * self.segment, self.first - STACK + 1)
+            self.replay_tick(max(0, start - begins) / max(1, self.position - begins))
+            self.hash = hashlib.sha256()
+            stop = min((number + 1) * self.segment, self.position)
+            slots = slice(start % self.length, start % self.length + stop - start)
+            if self.source != self.folder or not self.files:
+                for name, array in self.arrays.items():
+                    array[slots] = others[name][slots]
+            for step in range(start, stop):
+                self._hash(self.hash, step)
+            digest = state["segments"].get(number)
+            if digest != self.hash.hexdigest():
+                return f"in {self.source} is damaged or newer than the checkpoint"
+            if stop == (number + 1) * self.segment:
+                self.digests[number] = digest
+                self.hash = hashlib.sha256()
+            if self.readable.device.type != "cpu":
+                rows = slice(slots.start * self.num_envs, slots.stop * self.num_envs)
+                self.readable[rows].copy_(torch.from_numpy(self.frames[slots]).flatten(0, 1))
+        self.began = True
+        self._put(state["newest"].numpy())
+        for (step, i), final in zip(state["final_keys"], state["finals"], strict=True):
+            self._truncate(step, i, final.numpy())
+        return ""
+
+
+def start_writing(descriptor: int, offset: int, size: int) -> None:
+    """Ask the kernel to begin writing part of a file to the disk, without waiting (sync_file_range(2)): a checkpoint
+    then waits for little."""
+    if sys.platform == "linux":
+        write = 2  # SYNC_FILE_RANGE_WRITE
+        ctypes.CDLL(None).sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(size), write)
+
+
+class SumTree:
+    """Priorities of `size` leaves, any number of which are set or drawn at once in the time of one.
+
+    A node is the last of its children's running sums, so that sums and drawing agree to the last bit and a leaf of
+    priority 0 is never drawn. A million leaves make four levels.
+    """
+
+    FANOUT = 32
+
+    def __init__(self, size: int) -> None:
+        self.levels: list[np.ndarray] = []  # [blocks, FANOUT] float64, leaves first
+        while not self.levels or size > 1:
+            size = -(-size // self.FANOUT)
+            self.levels.append(np.zeros((size, self.FANOUT)))
+
+    @property
+    def total(self) -> float:
+        return self.levels[-1][0].cumsum()[-1].item()
+
+    def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
+        return self.levels[0].reshape(-1)[leaves]
+
+    def __setitem__(self, leaves: np.ndarray, priorities: np.ndarray | float) -> None:
+        self.levels[0].reshape(-1)[leaves] = priorities
+        for level, above in zip(self.levels, self.levels[1:], strict=False):
+            leaves = leaves // self.FANOUT
+            above.reshape(-1)[leaves] = level[leaves].cumsum(1)[:, -1]
+
+    def find(self, sums: np.ndarray) -> np.ndarray:
+        """`[B]` of 0 to below `total` -> `[B]` leaves: those where the running sum over all leaves passes `sums`."""
+        nodes = np.zeros(len(sums), dtype=np.int64)
+        rows = np.arange(len(sums))
+        sums = np.minimum(sums, np.nextafter(self.total, 0))
+        for level in reversed(self.levels):
+            running = level[nodes].cumsum(1)  # [B, FANOUT]
+            children = (running <= sums[:, None]).sum(1)
+            before = np.where(children > 0, running[rows, children - 1], 0.0)
+            weights = level[nodes, children]
+            sums = np.clip(sums - before, 0, np.nextafter(weights, 0))  # a difference is rounded
+            nodes = nodes * self.FANOUT + children
+        return nodes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"leaves": torch.from_numpy(self.levels[0].copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.levels[0][:] = state["leaves"].numpy()
+        for level, above in zip(self.levels, self.levels[1:], strict=False):
+            above.reshape(-1)[: len(level)] = level.cumsum(1)[:, -1]
