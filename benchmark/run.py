@@ -23,6 +23,9 @@ import torch  # noqa: E402
 from common.files import write_json  # noqa: E402
 from common.run import describe_machine  # noqa: E402
 
+# learning starts early, and the memory is written and read as a large one is
+SMALL_MEMORY = ["--buffer-size", "10000", "--learning-starts", "1000"]
+
 # script -> flags that all of its programs take, the programs, and agent steps a program and round
 SCRIPTS: dict[str, tuple[list[str], dict[str, list[str]], int]] = {
     "ppo_atari": (
@@ -43,6 +46,16 @@ SCRIPTS: dict[str, tuple[list[str], dict[str, list[str]], int]] = {
             "floor": ["benchmark/floor_continuous.py"],
         },
         20_480,
+    ),
+    "dqn_atari": (
+        ["--env-id", "BreakoutNoFrameskip-v4"],
+        {
+            "ours": ["dqn_atari.py", "--device", "cpu", *SMALL_MEMORY],
+            "one_env": ["dqn_atari.py", "--device", "cpu", *SMALL_MEMORY, "--num-envs", "1"],
+            "sb3": ["benchmark/sb3_dqn_atari.py", *SMALL_MEMORY],
+            "floor": ["benchmark/floor_dqn.py"],
+        },
+        5_000,
     ),
 }
 
@@ -84,8 +97,9 @@ def figures_of(rounds: list[dict]) -> dict[str, dict[str, float]]:
     if "sps_in_turn" in rounds[0]["floor"]:
         in_turn = [one["ours"]["sps"] / one["floor"]["sps_in_turn"] for one in rounds]
         figures["ours_over_floor_in_turn"] = spread(in_turn)
-    if "compiled" in rounds[0] and "sb3" in rounds[0]:
-        figures["compiled_over_sb3"] = spread([one["compiled"]["sps"] / one["sb3"]["sps"] for one in rounds])
+    for name in {"compiled", "one_env"} & rounds[0].keys():
+        if "sb3" in rounds[0]:
+            figures[f"{name}_over_sb3"] = spread([one[name]["sps"] / one["sb3"]["sps"] for one in rounds])
     figures["ours_peak_memory_mib"] = spread([one["ours"]["peak_memory_mib"] for one in rounds])
     return figures
 
@@ -94,13 +108,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="agent steps a program and round; by default 10,240 and 20,480")
+    parser.add_argument(
+        "--steps", type=int, help="agent steps a program and round; by default 10,240, 20,480 and 5,000"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave Stable-Baselines3 out")
     parser.add_argument(
         "--json", type=Path, default=ROOT / "benchmark" / "results" / "speed.json", help="where to write"
     )
     args = parser.parse_args()
-    least = 4096 if "ppo_continuous" in args.scripts else 2048
+    least = max({"ppo_atari": 2048, "ppo_continuous": 4096, "dqn_atari": 4000}[script] for script in args.scripts)
     if args.rounds < 1 or (args.steps is not None and args.steps < least):
         parser.error(f"--rounds must be at least 1, --steps at least {least}: one iteration warms up")
     if not os.access(args.json.parent if args.json.parent.exists() else args.json.parent.parent, os.W_OK):

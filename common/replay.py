@@ -366,7 +366,7 @@ class SumTree:
     priority 0 is never drawn. A million leaves make four levels.
     """
 
-    FANOUT = 32
+    FANOUT = 64
 
     def __init__(self, size: int) -> None:
         self.levels: list[np.ndarray] = []  # [blocks, FANOUT] float64, leaves first
@@ -385,19 +385,20 @@ class SumTree:
         self.levels[0].reshape(-1)[leaves] = priorities
         for level, above in zip(self.levels, self.levels[1:], strict=False):
             leaves = leaves // self.FANOUT
-            above.reshape(-1)[leaves] = level[leaves].cumsum(1)[:, -1]
+            above.reshape(-1)[leaves] = level.take(leaves, 0).cumsum(1)[:, -1]
 
     def find(self, sums: np.ndarray) -> np.ndarray:
         """`[B]` of 0 to below `total` -> `[B]` leaves: those where the running sum over all leaves passes `sums`."""
         nodes = np.zeros(len(sums), dtype=np.int64)
-        rows = np.arange(len(sums))
+        rows = np.arange(len(sums)) * self.FANOUT
         sums = np.minimum(sums, np.nextafter(self.total, 0))
         for level in reversed(self.levels):
-            running = level[nodes].cumsum(1)  # [B, FANOUT]
-            children = (running <= sums[:, None]).sum(1)
-            before = np.where(children > 0, running[rows, children - 1], 0.0)
-            weights = level[nodes, children]
-            sums = np.clip(sums - before, 0, np.nextafter(weights, 0))  # a difference is rounded
+            block = level.take(nodes, 0)
+            running = block.cumsum(1)  # [B, FANOUT]
+            children = (running > sums[:, None]).argmax(1)
+            weights = block.take(rows + children)
+            sums = sums - (running.take(rows + children) - weights)
+            sums = np.minimum(np.maximum(sums, 0), np.nextafter(weights, 0))  # a difference is rounded
             nodes = nodes * self.FANOUT + children
         return nodes
 
