@@ -17,8 +17,8 @@ logged losses are means over all updates.
 import common.preemption  # isort: skip  (first: signals count from here on)
 import common.cpu  # noqa: F401  isort: skip  (has to come before torch)
 
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -81,7 +81,7 @@ class Args(SharedArgs):
     priority_beta: float = 0.4
     """exponent of the correction for it at the beginning; 1 at the end"""
 
-    FIXED: ClassVar = (*SharedArgs.FIXED, "num_envs", "prioritized")
+    FIXED: ClassVar = (*SharedArgs.FIXED, "num_envs", "buffer_size", "n_step", "prioritized", "priority_alpha")
 
     def check(self) -> None:
         super().check()
@@ -101,9 +101,11 @@ class Args(SharedArgs):
         self.require("learning_starts", self.learning_starts >= 0, "must not be negative")
         steps = self.buffer_size // self.num_envs
         self.require("buffer_size", steps >= self.n_step, f"must hold --n-step {self.n_step} of each environment")
-        first = self.learning_starts // self.train_frequency * self.train_frequency + self.train_frequency
-        enough = self.total_timesteps // self.num_envs * self.num_envs >= max(first, self.num_envs * self.n_step)
-        self.require("total_timesteps", enough, f"no update before --learning-starts {self.learning_starts}")
+        # the steps of all environments in which learning starts, and those that are made
+        first = max(self.learning_starts // self.num_envs + 1, self.n_step) * self.num_envs
+        last = self.total_timesteps // self.num_envs * self.num_envs
+        updates = multiples(self.train_frequency, max(first - self.num_envs, self.learning_starts), last)
+        self.require("total_timesteps", updates > 0, f"no update after --learning-starts {self.learning_starts}")
 
 
 class QNetwork(nn.Module):
@@ -215,25 +217,27 @@ class Priorities:
     def admit(self) -> None:
         """After each step: the transitions that can be drawn from now on, and those that no longer can."""
         memory = self.memory
-        of_a_step = np.arange(memory.num_envs)
-        if memory.position - self.n_step >= memory.oldest:
-            self.tree[(memory.position - self.n_step) % memory.length * memory.num_envs + of_a_step] = self.largest
-        self.tree[(memory.oldest - 1) % memory.length * memory.num_envs + of_a_step] = 0.0
+        new, old = memory.position - self.n_step, memory.oldest - 1
+        slots = np.array([[old], [new]]) % memory.length
+        leaves = slots * memory.num_envs + np.arange(memory.num_envs)  # [2, num_envs]
+        self.tree[leaves.flatten()] = np.repeat([0.0, self.largest if new > old else 0.0], memory.num_envs)
 
     def draw(self, batch_size: int, beta: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, torch.Tensor]:
         """Leaves, steps, environments and importance weights, `[B]`: one transition of each B-th of the sum."""
-        memory, total = self.memory, self.tree.total
+        memory = self.memory
         shares = (np.arange(batch_size) + torch.rand(batch_size, dtype=torch.float64).numpy()) / batch_size
-        leaves = self.tree.find(shares * total)
+        leaves = self.tree.find(shares)
         slots, envs = leaves // memory.num_envs, leaves % memory.num_envs
         steps = memory.position - (memory.position - slots) % memory.length
-        weights = (self.tree[leaves] / total) ** -beta  # (1/N * 1/P)^beta, N falls out with the largest
+        weights = (self.tree[leaves] / self.tree.total) ** -beta  # (1/N * 1/P)^beta, N falls out with the largest
         return leaves, steps, envs, torch.from_numpy((weights / weights.max()).astype(np.float32))
 
     def update(self, leaves: np.ndarray, td_errors: torch.Tensor) -> None:
         priorities = (td_errors.abs().cpu().numpy().astype(np.float64) + 1e-6) ** self.alpha
-        self.tree[leaves] = priorities
-        self.largest = max(self.largest, priorities.max().item())
+        finite = np.isfinite(priorities)  # fp16 may overflow: the loss scaler skips that step
+        if finite.any():
+            self.tree[leaves[finite]] = priorities[finite]
+            self.largest = max(self.largest, priorities[finite].max().item())
 
     def clear(self) -> None:
         self.tree = SumTree(self.memory.length * self.memory.num_envs)
@@ -277,8 +281,8 @@ def dqn_loss(
 
 
 def multiples(of: int, after: int, to: int) -> int:
-    """How many multiples lie in (after, to]."""
-    return to // of - after // of
+    """How many multiples of a number lie in (after, to]."""
+    return max(0, to // of - after // of)
 
 
 LOG_STEPS = 1000  # agent steps between two points of a curve
@@ -300,14 +304,9 @@ def train(args: Args) -> dict[str, Any]:
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
     cpu = torch.device("cpu")
-    run_name = args.run_name or default_run_name(args, "dqn_atari")
-    replay_dir = Path(args.runs_dir) / run_name / Storage.FOLDER if args.save_buffer else None
     needed = bytes_needed(args.buffer_size, args.num_envs)
     buffer_device = choose_buffer_device(args.buffer_device, device, needed, free_memory(device))
-    require_room(args.buffer_size, args.num_envs, free_memory(buffer_device), f"memory on {buffer_device.type}")
-    if replay_dir:
-        folder = replay_dir if args.resume != "never" else Path(args.runs_dir)  # never: the old files stay
-        require_room(args.buffer_size, args.num_envs, free_disk(folder), f"disk for {replay_dir}")
+    memory = Storage(args.num_envs, args.buffer_size)
     require_memory(cpu, args.num_envs * 2 * 2**20, f"--num-envs {args.num_envs}: as many emulators")
     envs = AtariEnvs(args.env_id, args.num_envs)
     monitor = Monitor(device)
@@ -322,18 +321,29 @@ def train(args: Args) -> dict[str, Any]:
     losses = Mean(len(LOSSES), device=device)
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
+    run_name = args.run_name or default_run_name(args, "dqn_atari")
     total_timesteps = args.total_timesteps // args.num_envs * args.num_envs  # whole steps of all environments
-    with StopSignals() as signals, Run(args, "dqn_atari", run_name, total_timesteps, config) as run:
+    with StopSignals() as signals, closing(memory), Run(args, "dqn_atari", run_name, total_timesteps, config) as run:
         if run.complete:
             return run.summary()
         progress = run.progress
-        memory = Storage(replay_dir, args.num_envs, args.buffer_size, buffer_device)
+        replay_dir = run.dir / Storage.FOLDER if args.save_buffer else None
+        # frames lie in the machine's memory too, but where they have files the kernel may take it back
+        for where in {buffer_device} if args.save_buffer else {buffer_device, cpu}:
+            require_room(args.buffer_size, args.num_envs, free_memory(where), f"memory on {where.type}")
+        if replay_dir:
+            require_room(args.buffer_size, args.num_envs, free_disk(replay_dir), f"disk for {replay_dir}")
+        memory.open(replay_dir, buffer_device)
         state = dict(progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer)
         state |= dict(amp=amp, envs=envs, memory=memory, losses=losses, rng=rng)
         if args.prioritized:
             priorities = state["priorities"] = Priorities(memory, args.priority_alpha, args.n_step)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
+        if not args.save_buffer:
+            run.terminal.line(
+                "--no-save-buffer: after an interruption the learner is exact, the memory is filled again"
+            )
         memory.begin(envs.obs)
         if args.prioritized and memory.position == memory.first:
             priorities.clear()  # of a memory that was lost
@@ -397,10 +407,10 @@ def train(args: Args) -> dict[str, Any]:
                     priorities.update(leaves, td_error)
                 losses.add(stats)
                 progress.updates += 1
-            if learning and multiples(args.target_network_frequency, before, progress.global_step):
+            if learning and (due := multiples(args.target_network_frequency, before, progress.global_step)):
                 with torch.no_grad():
                     for target, weight in zip(target_network.parameters(), q_network.parameters(), strict=True):
-                        target.lerp_(weight, args.tau)
+                        target.lerp_(weight, 1 - (1 - args.tau) ** due)
             run.tick()
             run.lap("learning")
 
@@ -417,7 +427,6 @@ def train(args: Args) -> dict[str, Any]:
 
         checkpoints.finish()
         envs.close()
-        memory.close()
         run.save("agent.pt", q_network.state_dict())
         return run.finish()
 

@@ -3,8 +3,6 @@
 Environment alone (the emulators with random actions), acting alone (frames to greedy actions for all environments), and
 the update alone (targets, forward and backward passes and Adam on one batch), timed in turn in one process, in the
 memory layout that dqn_atari.py uses. No replay memory, no bookkeeping, no logging. An update serves 4 agent steps.
-
-With --prioritized it times drawing a batch of 32 from a million priorities and setting them again instead.
 """
 
 import argparse
@@ -24,7 +22,6 @@ import torch
 import torch.nn as nn
 
 from common.envs import AtariEnvs
-from common.replay import SumTree
 
 BATCH_SIZE, TRAIN_FREQUENCY = 32, 4
 
@@ -59,32 +56,12 @@ def values(net: nn.Module, frames: torch.Tensor) -> torch.Tensor:
     return net(frames.permute(0, 3, 1, 2).float().mul_(1 / 255))
 
 
-def time_priorities(windows: int) -> dict[str, float]:
-    """Microseconds to draw 32 of a million priorities and set them again, on one core."""
-    rng = np.random.default_rng(1)
-    tree = SumTree(1_000_000)
-    tree[np.arange(1_000_000)] = rng.random(1_000_000)
-
-    def draw_and_set() -> None:
-        leaves = tree.find((np.arange(BATCH_SIZE) + rng.random(BATCH_SIZE)) / BATCH_SIZE * tree.total)
-        tree[leaves] = rng.random(BATCH_SIZE)
-
-    part = Part(draw_and_set, 1)
-    for _ in range(windows + 1):
-        part.run(1000)
-    return {"microseconds_to_draw_and_set": part.microseconds()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--env-id", default="BreakoutNoFrameskip-v4")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--prioritized", action="store_true")
     args = parser.parse_args()
-    if args.prioritized:
-        print(json.dumps(time_priorities(args.windows)))
-        return
 
     envs = AtariEnvs(args.env_id, args.num_envs)
     envs.reset(seed=1)

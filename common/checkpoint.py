@@ -158,7 +158,7 @@ class Checkpoints:
         self.snapshot: dict[str, Any] | None = None
         self._saved_at: float | None = None  # time of the last save or attempt; None: the first boundary is to be saved
         self._failed = False  # the last save
-        self._oldest = 0  # step of the oldest rolling checkpoint
+        self._told = False  # that the last good one's replay memory is gone
         self._kept = 0  # multiples of keep_every that the checkpoints kept for good have passed
 
         path, content, damaged = self._find()
@@ -260,7 +260,6 @@ class Checkpoints:
                 raise UsageError(f"{path}: its {name} does not fit this program: {reason}") from None
             self.run.terminal.line(getattr(owner, "restore_note", ""))
         if own:
-            self._count(newest_first(self.folder))
             if (self.folder / BEST).exists():
                 with contextlib.suppress(Damaged):  # the next one replaces it
                     self.best = tuple(read(self.folder / BEST)["about"]["rank"])
@@ -304,8 +303,13 @@ class Checkpoints:
         minutes, since = self.args.checkpoint_minutes, time.perf_counter() - self._saved_at
         on_time = minutes > 0 and since >= 60 * minutes
         to_keep = self._multiples(self.run.progress.global_step) > self._kept
-        overtaken = any(owner.overtakes(self._oldest) for owner in self.state.values() if hasattr(owner, "overtakes"))
-        return (on_time or to_keep or overtaken) and (not self._failed or since >= RETRY)
+        owners = [owner for owner in self.state.values() if hasattr(owner, "save_due")]
+        newest = step_of(self.last) if self.last else 0
+        by_owner = any(owner.save_due(newest, self.args.keep_checkpoints) for owner in owners)
+        if self._failed and not self._told and any(owner.overtakes(newest) for owner in owners):
+            self._told = True
+            self.run.terminal.line(f"the replay memory of {self.last} is being overwritten: it would be filled again")
+        return (on_time or to_keep or by_owner) and (not self._failed or since >= RETRY)
 
     def _multiples(self, step: int) -> int:
         return step // self.args.keep_every if self.args.keep_every else 0
@@ -395,18 +399,12 @@ class Checkpoints:
         with replacing(path) as file:
             file.write(packed)
         self.last = self.run.last_checkpoint = path
-        self._saved_at, self._failed = time.perf_counter(), False
+        self._saved_at, self._failed, self._told = time.perf_counter(), False, False
         self._name(path, about)
-        for old in self._count(newest_first(self.folder)):
+        rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
+        for old in rolling[self.args.keep_checkpoints :]:
             old.unlink(missing_ok=True)
         self.run.set_phase(phase)
-
-    def _count(self, found: list[Path]) -> list[Path]:
-        """Note the oldest rolling checkpoint that is to stay. Returns those that are not."""
-        rolling = [path for path in found if path.name.startswith("step-")]
-        staying, others = rolling[: self.args.keep_checkpoints], rolling[self.args.keep_checkpoints :]
-        self._oldest = step_of(staying[-1]) if staying else 0
-        return others
 
     def _name(self, path: Path, about: dict[str, Any]) -> None:
         """Give a checkpoint the names of the best one, and of one that is kept for good, if it is."""

@@ -3,7 +3,7 @@
 Time counts steps of all environments together from the beginning of the run. Step t holds the newest frame of each
 environment's observation before the step, and what came of the step. Steps lie in a ring of `length` slots, t in slot
 t % length; the newest `size` of them can be sampled. The slots beyond these are spare: what is written after a
-checkpoint takes them first, so that going back to that checkpoint finds everything that it counts on. `overtakes` says
+checkpoint takes them first, so that going back to that checkpoint finds everything that it counts on. `save_due` says
 when the next one is due.
 
 A segment is `SEGMENTS`-th of the ring. Once full it stays as it is until the ring comes round, about a million steps
@@ -114,29 +114,16 @@ class Storage:
 
     FOLDER = "replay"  # in the run's own
 
-    def __init__(self, folder: Path | None, num_envs: int, transitions: int, device: torch.device) -> None:
-        """
-        Args:
-            folder: of its files; None: nothing is kept for another process.
-            transitions: of all environments together.
-            device: where frames are read.
-
-        Raises:
-            UsageError: the files can't be made.
-        """
-        self.folder = self.source = folder
+    def __init__(self, num_envs: int, transitions: int) -> None:
+        """`transitions`: of all environments together. `open` makes the memory."""
         self.num_envs, self.size = num_envs, transitions // num_envs
         self.segment, self.length = segment_length(self.size), ring_length(self.size)
+        # what can be written after a checkpoint before it takes a segment that the checkpoint counts on
+        self.spare = self.length - self.size - self.segment - STACK
+        self.folder: Path | None = None
+        self.source: Path | None = None
         self.files: dict[str, int] = {}
-        self.arrays = {name: self._open(name, folder) for name in ARRAYS}
-        self.frames, self.steps = self.arrays.values()  # [length, num_envs, 84, 84], [length, num_envs]
-        self.rewards, self.actions, self.ages, self.terminations = (
-            self.steps[name] for name in ("reward", "action", "age", "termination")
-        )
-        self.truncations = np.zeros((self.length, num_envs), dtype=bool)
         self.finals: dict[tuple[int, int], np.ndarray] = {}
-        flat = torch.from_numpy(self.frames).view(-1, *FRAME)
-        self.readable = flat if device.type == "cpu" else torch.empty(flat.shape, dtype=torch.uint8, device=device)
         self.replay_tick: Callable[[float], None] = lambda share: None
         self.restore_note = ""
         self.position = self.first = 0
@@ -144,6 +131,26 @@ class Storage:
         self.digests: dict[int, str] = {}  # of full segments, by step // segment
         self.hash = hashlib.sha256()  # of the segment that is being written
         self.began = False
+
+    def open(self, folder: Path | None, device: torch.device) -> None:
+        """Make the memory, or find the one that is there.
+
+        Args:
+            folder: of its files; None: nothing is kept for another process.
+            device: where frames are read.
+
+        Raises:
+            UsageError: the files can't be made, or are of another size.
+        """
+        self.folder = self.source = folder
+        self.arrays = {name: self._open(name, folder) for name in ARRAYS}
+        self.frames, self.steps = self.arrays.values()  # [length, num_envs, 84, 84], [length, num_envs]
+        self.rewards, self.actions, self.ages, self.terminations = (
+            self.steps[name] for name in ("reward", "action", "age", "termination")
+        )
+        self.truncations = np.zeros((self.length, self.num_envs), dtype=bool)
+        flat = torch.from_numpy(self.frames).view(-1, *FRAME)
+        self.readable = flat if device.type == "cpu" else torch.empty(flat.shape, dtype=torch.uint8, device=device)
 
     def _open(self, name: str, folder: Path | None) -> np.ndarray:
         shape, dtype = ARRAYS[name]
@@ -153,20 +160,24 @@ class Storage:
             return np.frombuffer(mmap.mmap(-1, num_bytes), dtype).reshape(shape)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / f"{name}.bin", os.O_CREAT | os.O_RDWR, 0o644)
+            descriptor = self.files[name] = os.open(folder / f"{name}.bin", os.O_CREAT | os.O_RDWR, 0o644)
+            if os.fstat(descriptor).st_size > num_bytes:
+                raise UsageError(f"{folder / name}.bin is of another --buffer-size or --num-envs")
             os.ftruncate(descriptor, num_bytes)
             # its blocks at once: a disk that is full later on would end the process with SIGBUS
             os.posix_fallocate(descriptor, 0, num_bytes)
             mapped = mmap.mmap(descriptor, num_bytes)
         except OSError as error:
             raise UsageError(f"--buffer-size: cannot make {folder / name}.bin: {error.strerror}") from None
-        self.files[name] = descriptor
         return np.frombuffer(mapped, dtype).reshape(shape)
 
     def close(self) -> None:
+        """Give back files and memory."""
         for descriptor in self.files.values():
             os.close(descriptor)
-        self.files = {}
+        self.files, self.arrays = {}, {}
+        self.frames = self.steps = self.readable = None
+        self.rewards = self.actions = self.ages = self.terminations = None
 
     @property
     def oldest(self) -> int:
@@ -195,7 +206,8 @@ class Storage:
         frames[back > self.age] = 0
         restarted = (frames != obs.transpose(1, 0, 2, 3)).any(axis=(0, 2, 3))
         for i in np.flatnonzero(restarted):
-            if not self.terminations[(self.position - 1) % self.length, i]:
+            slot = (self.position - 1) % self.length
+            if not (self.terminations[slot, i] or self.truncations[slot, i]):
                 self._truncate(self.position - 1, i, frames[-1, i])
         self.age[restarted] = 0
         self._put(obs[:, -1])
@@ -263,9 +275,18 @@ class Storage:
 
     # ---- interruption
 
+    def save_due(self, newest: int, keep: int) -> bool:
+        """Whether a checkpoint is to be made now, so that the `keep` newest ones always find what they count on.
+
+        Args:
+            newest: agent steps at which the newest one was made.
+        """
+        full = self.position >= self.first + self.size  # before that nothing is overwritten
+        return full and self.position - newest // self.num_envs >= max(1, self.spare // keep)
+
     def overtakes(self, global_step: int) -> bool:
-        """Whether the next step takes a slot that a checkpoint of then needs."""
-        needed = global_step // self.num_envs - self.size - STACK + 1
+        """Whether the next step takes a slot that a checkpoint of then counts on."""
+        needed = max(global_step // self.num_envs - self.size, self.first) - STACK + 1
         return self.position + 1 >= needed // self.segment * self.segment + self.length
 
     def sync(self) -> None:
@@ -278,10 +299,11 @@ class Storage:
             os.fdatasync(descriptor)
         if self.files:
             sync(self.folder)
+            sync(self.folder.parent)
 
     def state_dict(self) -> dict[str, Any]:
         """Positions and checksums of the files. Nothing but the position where there are none."""
-        state = {"position": self.position, "size": self.size, "segments": None}
+        state = {"position": self.position, "segments": None}
         if not self.files:
             return state
         needed = (self.oldest - STACK + 1) // self.segment
@@ -312,32 +334,28 @@ class Storage:
         """Returns what is wrong."""
         if state["segments"] is None or self.source is None:
             return "was not kept (--no-save-buffer)"
-        if state["size"] != self.size:
-            return "had another --buffer-size"
         self.first, self.age = state["first"], np.array(state["age"], dtype=np.uint8)
         begins = max(self.first, self.position - self.size) - STACK + 1
-        if self.source != self.folder or not self.files:
-            try:
-                others = {
-                    name: np.memmap(self.source / f"{name}.bin", dtype, "r", shape=(self.length, self.num_envs, *shape))
-                    for name, (shape, dtype) in ARRAYS.items()
-                }
-            except (OSError, ValueError):
-                return f"is not in {self.source}"
         for number in range(begins // self.segment, self.position // self.segment + 1):
             start = max(number * self.segment, self.first - STACK + 1)
             self.replay_tick(max(0, start - begins) / max(1, self.position - begins))
             self.hash = hashlib.sha256()
             stop = min((number + 1) * self.segment, self.position)
             slots = slice(start % self.length, start % self.length + stop - start)
-            if self.source != self.folder or not self.files:
-                for name, array in self.arrays.items():
-                    array[slots] = others[name][slots]
-            for step in range(start, stop):
-                self._hash(self.hash, step)
+            try:
+                # not through the mapping: a disk that fails would end the process with SIGBUS
+                read = [self._read(name, slots) for name in ARRAYS]
+            except OSError as error:
+                return f"in {self.source} can't be read ({error.strerror})"
+            for entries in zip(*read, strict=False):
+                for entry in entries:
+                    self.hash.update(entry.data)
             digest = state["segments"].get(number)
             if digest != self.hash.hexdigest():
-                return f"in {self.source} is damaged or newer than the checkpoint"
+                return f"in {self.source} is damaged or newer than the checkpoint, as that of those kept for good is"
+            if self.source != self.folder:
+                for array, entries in zip(self.arrays.values(), read, strict=True):
+                    array[slots].view(np.uint8).reshape(entries.shape)[:] = entries
             if stop == (number + 1) * self.segment:
                 self.digests[number] = digest
                 self.hash = hashlib.sha256()
@@ -350,6 +368,14 @@ class Storage:
             self._truncate(step, i, final.numpy())
         return ""
 
+    def _read(self, name: str, slots: slice) -> np.ndarray:
+        """Bytes of a file, `[slots, bytes of a step]`, fewer where it is cut short."""
+        step = self.arrays[name][0].nbytes
+        with open(self.source / f"{name}.bin", "rb", buffering=0) as file:
+            file.seek(slots.start * step)
+            content = np.fromfile(file, np.uint8, (slots.stop - slots.start) * step)
+        return content[: len(content) // step * step].reshape(-1, step)
+
 
 def start_writing(descriptor: int, offset: int, size: int) -> None:
     """Ask the kernel to begin writing part of a file to the disk, without waiting (sync_file_range(2)): a checkpoint
@@ -360,7 +386,7 @@ def start_writing(descriptor: int, offset: int, size: int) -> None:
 
 
 class SumTree:
-    """Priorities of `size` leaves, any number of which are set or drawn at once in the time of one.
+    """Priorities of `size` leaves, any number of which are set or drawn at once. `total` is the sum of all.
 
     A node is the last of its children's running sums, so that sums and drawing agree to the last bit and a leaf of
     priority 0 is never drawn. A million leaves make four levels.
@@ -373,10 +399,7 @@ class SumTree:
         while not self.levels or size > 1:
             size = -(-size // self.FANOUT)
             self.levels.append(np.zeros((size, self.FANOUT)))
-
-    @property
-    def total(self) -> float:
-        return self.levels[-1][0].cumsum()[-1].item()
+        self.total = 0.0
 
     def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
         return self.levels[0].reshape(-1)[leaves]
@@ -386,12 +409,13 @@ class SumTree:
         for level, above in zip(self.levels, self.levels[1:], strict=False):
             leaves = leaves // self.FANOUT
             above.reshape(-1)[leaves] = level.take(leaves, 0).cumsum(1)[:, -1]
+        self.total = self.levels[-1].cumsum()[-1].item()
 
-    def find(self, sums: np.ndarray) -> np.ndarray:
-        """`[B]` of 0 to below `total` -> `[B]` leaves: those where the running sum over all leaves passes `sums`."""
-        nodes = np.zeros(len(sums), dtype=np.int64)
-        rows = np.arange(len(sums)) * self.FANOUT
-        sums = np.minimum(sums, np.nextafter(self.total, 0))
+    def find(self, shares: np.ndarray) -> np.ndarray:
+        """`[B]` of 0 to 1 -> `[B]` leaves: those where the running sum over all leaves passes that share of `total`."""
+        nodes = np.zeros(len(shares), dtype=np.int64)
+        rows = np.arange(len(shares)) * self.FANOUT
+        sums = np.minimum(shares * self.total, np.nextafter(self.total, 0))
         for level in reversed(self.levels):
             block = level.take(nodes, 0)
             running = block.cumsum(1)  # [B, FANOUT]
@@ -409,3 +433,4 @@ class SumTree:
         self.levels[0][:] = state["leaves"].numpy()
         for level, above in zip(self.levels, self.levels[1:], strict=False):
             above.reshape(-1)[: len(level)] = level.cumsum(1)[:, -1]
+        self.total = self.levels[-1].cumsum()[-1].item()

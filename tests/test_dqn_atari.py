@@ -15,7 +15,7 @@ from gymnasium.spaces import Discrete
 import dqn_atari
 import drill
 from common.checkpoint import Checkpoints
-from common.errors import Interrupted
+from common.errors import Interrupted, SaveError
 from common.replay import bytes_needed
 from dqn_atari import Args, Batch, dqn_loss, linear_schedule, multiples, td_targets
 
@@ -210,6 +210,23 @@ def test_only_every_fourth_step_changes_the_network_and_the_target_is_copied_on_
     assert copied == [60, 80, 100, 120]
 
 
+@pytest.mark.parametrize(("num_envs", "frequency", "expected"), [(3, 20, 2), (5, 7, 9), (8, 2, 7)])
+def test_targets_are_copied_for_each_multiple_of_their_frequency(
+    tmp_path, corridor, monkeypatch, num_envs, frequency, expected
+):
+    """At most once a step of all environments, with the share of as many copies as were due."""
+    shares, real = [], torch.Tensor.lerp_
+    noting = lambda target, weight, share: shares.append(share) or real(target, weight, share)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "lerp_", noting)
+    flags = dict(num_envs=num_envs, total_timesteps=100, learning_starts=40, target_network_frequency=frequency)
+    train(tmp_path, "run", **flags, tau=0.5, buffer_size=400)
+    tensors = 10  # of the network
+    assert len(shares) == expected * tensors
+    halvings = sum(-np.log2(1 - share) for share in shares) / tensors
+    last = 100 // num_envs * num_envs
+    assert halvings == pytest.approx(last // frequency - 40 // frequency)
+
+
 def test_tau_moves_the_target_by_a_share(tmp_path, corridor, monkeypatch):
     networks = []
 
@@ -254,7 +271,14 @@ def compare(tmp_path, ours: str, theirs: str) -> None:
 def test_interrupted_anywhere_it_ends_bit_for_bit_as_undisturbed(tmp_path, corridor, monkeypatch, kind):
     """The memory wraps around twice; signals arrive before and after learning starts, and right after a restart."""
     flags = EVERYTHING if kind == "everything" else WRAPS
+    betas: list[float] = []
+    real = dqn_atari.Priorities.draw
+    noting = lambda self, size, beta: betas.append(beta) or real(self, size, beta)  # noqa: E731
+    monkeypatch.setattr(dqn_atari.Priorities, "draw", noting)
+    monkeypatch.setattr(dqn_atari, "LOG_STEPS", 30)
     train(tmp_path, "undisturbed", **flags)
+    undisturbed = betas.copy()
+    betas.clear()
     for steps in (5, 20, 1, 90, 60, 77):
         monkeypatch.setattr(corridor, "interrupt_at", steps)
         with pytest.raises(Interrupted):
@@ -262,8 +286,13 @@ def test_interrupted_anywhere_it_ends_bit_for_bit_as_undisturbed(tmp_path, corri
     monkeypatch.setattr(corridor, "interrupt_at", None)
     train(tmp_path, "disturbed", **flags)
     compare(tmp_path, "undisturbed", "disturbed")
-    epsilons = read_scalars(tmp_path / "disturbed").get("charts/epsilon", [])
-    assert epsilons == read_scalars(tmp_path / "undisturbed").get("charts/epsilon", [])
+    curves = read_scalars(tmp_path / "disturbed")
+    assert [step for step, _ in curves["charts/epsilon"]] == list(range(30, 901, 30))
+    assert curves["losses/td_loss"]
+    assert betas == undisturbed
+    if kind == "everything":
+        assert betas == sorted(betas)
+        assert 0.4 < betas[0] < betas[-1] <= 1.0
 
 
 def test_a_damaged_newest_checkpoint_falls_back_and_the_memory_of_then_is_whole(
@@ -287,33 +316,38 @@ def test_a_damaged_newest_checkpoint_falls_back_and_the_memory_of_then_is_whole(
     compare(tmp_path, "undisturbed", "disturbed")
 
 
-def test_checkpoints_are_made_before_their_memory_is_overtaken(tmp_path, corridor, monkeypatch):
-    made, real = [], Checkpoints._write
+@pytest.mark.parametrize("keep", [1, 3])
+def test_no_step_is_made_that_a_kept_checkpoint_would_not_survive(tmp_path, corridor, monkeypatch, keep):
+    looked, real = [], dqn_atari.Storage.add
+
+    def add(self, *args):
+        kept = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*.pt")]
+        looked.append(len(kept))
+        assert not any(self.overtakes(step) for step in kept)
+        real(self, *args)
+
+    monkeypatch.setattr(dqn_atari.Storage, "add", add)
+    flags = dict(num_envs=2, buffer_size=100, total_timesteps=2000, learning_starts=1990, keep_checkpoints=keep)
+    train(tmp_path, "run", **flags)
+    assert len(looked) == 1000
+    assert looked[-1] == keep
+
+
+def test_a_full_disk_says_that_the_memory_of_the_last_checkpoint_goes(tmp_path, corridor, monkeypatch, capsys):
+    real = Checkpoints._write
 
     def write(self):
-        made.append(self.run.progress.global_step)
+        if self.run.progress.global_step > 300:
+            raise OSError(28, "No space left on device")
         real(self)
 
-    def tick(run):
-        memory.append(run.progress.global_step)
-
-    memory: list[int] = []
     monkeypatch.setattr(Checkpoints, "_write", write)
-    monkeypatch.setattr(dqn_atari.Run, "tick", tick)
-    storages, init = [], dqn_atari.Storage.__init__
-
-    def noting(self, *args):
-        init(self, *args)
-        storages.append(self)
-
-    monkeypatch.setattr(dqn_atari.Storage, "__init__", noting)
-    flags = dict(num_envs=2, buffer_size=100, total_timesteps=3000, learning_starts=2990)
-    train(tmp_path, "run", **flags, keep_checkpoints=2)
-    (storage,) = storages
-    assert 10 < len(made) < 100
-    spare = (storage.length - storage.size) * 2
-    for oldest, newest in zip(made, made[2:], strict=False):
-        assert newest - oldest <= spare + 4 * storage.segment
+    flags = dict(num_envs=2, buffer_size=100, total_timesteps=2000, learning_starts=1990)
+    with pytest.raises(SaveError):
+        train(tmp_path, "run", **flags)
+    out = capsys.readouterr().out
+    assert out.count("cannot save a checkpoint (No space left on device)") == 1
+    assert out.count("is being overwritten") == 1
 
 
 @pytest.mark.parametrize("loss", ["damaged", "removed", "not kept"])
@@ -429,6 +463,10 @@ def test_on_the_real_emulator(tmp_path):
 BAD = {
     "too large": (["--buffer-size", "100000000"], "GB of memory on cpu"),
     "no update": (["--total-timesteps", "80000"], "--learning-starts 80000"),
+    "no update yet": (
+        ["--learning-starts", "0", "--train-frequency", "100", "--num-envs", "1", "--total-timesteps", "99"],
+        "--total-timesteps 99",
+    ),
     "no environments": (["--num-envs", "0"], "--num-envs 0"),
     "smaller than a return": (["--buffer-size", "8", "--n-step", "3"], "--n-step 3"),
     "a probability": (["--end-e", "1.5"], "--end-e 1.5"),
@@ -469,7 +507,8 @@ from common.replay import Storage
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 before = resident()
-memory = Storage(pathlib.Path("replay"), 8, 20_000, torch.device("cpu"))
+memory = Storage(8, 20_000)
+memory.open(pathlib.Path("replay"), torch.device("cpu"))
 obs, zeros, no = np.ones((8, 4, 84, 84), np.uint8), np.zeros(8, np.uint8), np.zeros(8, bool)
 memory.begin(obs)
 for _ in range(2 * memory.length):

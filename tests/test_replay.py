@@ -1,5 +1,7 @@
 """The replay memory: what is sampled against the whole history, files and checksums, priorities."""
 
+import gc
+import os
 import shutil
 from dataclasses import dataclass, field
 
@@ -15,6 +17,12 @@ from dqn_atari import Priorities, draw, gather
 
 CPU = torch.device("cpu")
 GAMMA = 0.9
+
+
+def opened(folder, num_envs: int, transitions: int) -> Storage:
+    memory = Storage(num_envs, transitions)
+    memory.open(folder, CPU)
+    return memory
 
 
 def numbered(env: int, count: int) -> np.ndarray:
@@ -115,7 +123,7 @@ def check_all(stream: Stream, memory: Storage, n_step: int) -> int:
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_every_transition_is_what_happened(num_envs, n_step):
     stream = Stream(num_envs, np.random.default_rng(num_envs))
-    memory = Storage(None, num_envs, 40 * num_envs + num_envs - 1, CPU)  # a size that does not divide
+    memory = opened(None, num_envs, 40 * num_envs + num_envs - 1)  # a size that does not divide
     memory.begin(stream.obs)
     checked = 0
     for step in range(5 * memory.length):
@@ -133,7 +141,7 @@ def test_every_transition_is_what_happened(num_envs, n_step):
 
 def test_uniform_draws_reach_every_transition_equally():
     stream = Stream(3, np.random.default_rng(0))
-    memory = Storage(None, 3, 30, CPU)
+    memory = opened(None, 3, 30)
     memory.begin(stream.obs)
     for _ in range(150):
         stream.step_into(memory)
@@ -152,7 +160,7 @@ def test_rebuilt_stacks_are_the_emulators_own(env_id):
     """Games cut after 400 frames, so that starts, truncations and wrap-around come often."""
     envs = AtariEnvs(env_id, 3, max_num_frames_per_episode=400)
     obs, _ = envs.reset(seed=1)
-    memory = Storage(None, 3, 120, CPU)
+    memory = opened(None, 3, 120)
     memory.begin(obs)
     rng = np.random.default_rng(0)
     seen, truncated = {}, 0
@@ -182,7 +190,7 @@ def test_rebuilt_stacks_are_the_emulators_own(env_id):
 
 def filled(folder, steps: int, transitions: int = 80, num_envs: int = 2) -> tuple[Storage, Stream]:
     stream = Stream(num_envs, np.random.default_rng(0))
-    memory = Storage(folder, num_envs, transitions, CPU)
+    memory = opened(folder, num_envs, transitions)
     memory.begin(stream.obs)
     for _ in range(steps):
         stream.step_into(memory)
@@ -194,7 +202,7 @@ def test_another_process_finds_the_same_memory(tmp_path, steps):
     memory, stream = filled(tmp_path, steps)
     memory.sync()
     state = memory.state_dict()
-    again = Storage(tmp_path, 2, 80, CPU)
+    again = opened(tmp_path, 2, 80)
     again.load_state_dict(state)
     assert again.restore_note == ""
     again.begin(stream.obs)
@@ -203,10 +211,11 @@ def test_another_process_finds_the_same_memory(tmp_path, steps):
     clone = Stream(2, np.random.default_rng(0))
     clone.obs, clone.counts, clone.history = stream.obs.copy(), list(stream.counts), list(stream.history)
     clone.rng.bit_generator.state = stream.rng.bit_generator.state
-    other = Storage(None, 2, 80, CPU)
+    other = opened(None, 2, 80)
     other.source = tmp_path
     other.load_state_dict(state)
     other.begin(stream.obs)
+    assert check_all(stream, other, 1) == min(steps, 40) * 2
     for _ in range(200):
         stream.step_into(again)
         clone.step_into(other)
@@ -219,11 +228,11 @@ def test_two_ways_to_one_step_leave_equal_checksums(tmp_path):
     state = interrupted.state_dict()
     for _ in range(50):  # work that is lost
         other.step_into(interrupted)
-    back = Storage(tmp_path / "b", 2, 80, CPU)
+    back = opened(tmp_path / "b", 2, 80)
     back.load_state_dict(state)
     assert back.restore_note == ""
     replayed = Stream(2, np.random.default_rng(0))
-    scratch = Storage(None, 2, 80, CPU)
+    scratch = opened(None, 2, 80)
     scratch.begin(replayed.obs)
     for _ in range(130):
         replayed.step_into(scratch)
@@ -245,16 +254,31 @@ def test_going_back_is_possible_until_overtakes_says_otherwise(tmp_path):
     while not memory.overtakes(at):
         stream.step_into(memory)
         more += 1
-    assert more >= memory.length - memory.size - 2 * memory.segment - 4
-    back = Storage(tmp_path, 2, 80, CPU)
+    assert more >= memory.spare
+    back = opened(tmp_path, 2, 80)
     back.load_state_dict(state)
     assert back.restore_note == ""
-    stream.step_into(memory)
-    for _ in range(memory.segment):
+    for _ in range(memory.segment + 1):
         stream.step_into(memory)
     back.load_state_dict(state)
     assert "damaged or newer" in back.restore_note
     assert back.position * 2 == at
+
+
+@pytest.mark.parametrize("keep", [1, 2, 5])
+def test_checkpoints_that_are_made_when_due_never_lose_their_memory(keep):
+    memory = opened(None, 8, 8 * 4000)
+    memory.begin(np.zeros((8, 4, 84, 84), np.uint8))
+    saved = [0]
+    memory.first = 0
+    while memory.position < 5 * memory.length:
+        if memory.save_due(saved[-1], keep):
+            saved.append(memory.position * 8)
+        assert not any(memory.overtakes(step) for step in saved[-keep:])
+        memory.position += 1
+    gaps = np.diff(saved)
+    assert saved[1] == 4000 * 8  # none before the memory is full
+    assert (gaps[1:] == memory.spare // keep * 8).all()  # evenly, so that going back one is worth something
 
 
 @pytest.mark.parametrize("damage", ["frame", "reward", "cut short", "removed", "all removed"])
@@ -263,7 +287,6 @@ def test_damage_is_noticed_and_said(tmp_path, damage):
     memory.sync()
     state = memory.state_dict()
     slot = (memory.oldest + 5) % memory.length
-    memory.close()
     if damage == "frame":
         memory.frames[slot, 1, 40, 40] ^= 1
     elif damage == "reward":
@@ -274,7 +297,7 @@ def test_damage_is_noticed_and_said(tmp_path, damage):
         (tmp_path / "steps.bin").unlink()
     else:
         shutil.rmtree(tmp_path)
-    again = Storage(tmp_path, 2, 80, CPU)
+    again = opened(tmp_path, 2, 80)
     again.load_state_dict(state)
     assert "the replay memory" in again.restore_note
     assert "filled again" in again.restore_note
@@ -288,7 +311,7 @@ def test_damage_is_noticed_and_said(tmp_path, damage):
     assert again.first == start
     assert check_all(stream, again, 2) == 2 * 39
     # and what it holds now survives the next interruption
-    once_more = Storage(tmp_path, 2, 80, CPU)
+    once_more = opened(tmp_path, 2, 80)
     once_more.load_state_dict(again.state_dict())
     assert once_more.restore_note == ""
 
@@ -297,7 +320,7 @@ def test_restarted_games_end_the_old_ones(tmp_path):
     """Where the emulators play differently after a restore, the last step's next observation stays the old game's."""
     memory, stream = filled(tmp_path, 100)
     state = memory.state_dict()
-    again = Storage(tmp_path, 2, 80, CPU)
+    again = opened(tmp_path, 2, 80)
     again.load_state_dict(state)
     stream.restart(1)
     last = stream.history[-1][1]
@@ -309,7 +332,7 @@ def test_restarted_games_end_the_old_ones(tmp_path):
     for _ in range(20):
         stream.step_into(again)
     assert check_all(stream, again, 3) == 2 * 38
-    third = Storage(tmp_path, 2, 80, CPU)
+    third = opened(tmp_path, 2, 80)
     third.load_state_dict(again.state_dict())
     assert third.restore_note == ""
     third.begin(stream.obs)
@@ -323,7 +346,7 @@ def test_an_interruption_while_it_is_read_leaves(tmp_path):
         assert 0 <= share <= 1
         raise Interrupted
 
-    again = Storage(tmp_path, 2, 80, CPU)
+    again = opened(tmp_path, 2, 80)
     again.replay_tick = stop
     with pytest.raises(Interrupted):
         again.load_state_dict(memory.state_dict())
@@ -331,19 +354,54 @@ def test_an_interruption_while_it_is_read_leaves(tmp_path):
 
 def test_a_memory_without_files_keeps_nothing():
     memory, stream = filled(None, 100)
-    again = Storage(None, 2, 80, CPU)
+    again = opened(None, 2, 80)
     again.load_state_dict(memory.state_dict())
     assert "--no-save-buffer" in again.restore_note
     again.begin(stream.obs)
     assert again.oldest == again.position == 100
 
 
-def test_another_size_is_said(tmp_path):
-    memory, _ = filled(tmp_path / "a", 100)
-    other = Storage(tmp_path / "b", 2, 100, CPU)
-    other.source = tmp_path / "a"
-    other.load_state_dict(memory.state_dict())
-    assert "--buffer-size" in other.restore_note
+def test_a_truncated_game_keeps_its_last_observation_when_games_restart(tmp_path):
+    memory, stream = filled(tmp_path, 100)
+    while not (stream.history[-1][0].truncated and not stream.history[-1][0].terminated):
+        stream.step_into(memory)
+    again = opened(tmp_path, 2, 80)
+    again.load_state_dict(memory.state_dict())
+    stream.restart(0)
+    again.begin(stream.obs)
+    check_all(stream, again, 1)
+
+
+def test_files_of_another_size_are_left_alone(tmp_path):
+    _memory, _ = filled(tmp_path, 10, transitions=80)
+    content = (tmp_path / "frames.bin").read_bytes()
+    with pytest.raises(UsageError, match=r"another --buffer-size or --num-envs"):
+        opened(tmp_path, 1, 40)
+    assert (tmp_path / "frames.bin").read_bytes() == content
+
+
+def test_a_disk_that_cannot_be_read_is_said(tmp_path, monkeypatch):
+    memory, _ = filled(tmp_path, 100)
+    again = opened(tmp_path, 2, 80)
+
+    def broken(self, name, slots):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Storage, "_read", broken)
+    again.load_state_dict(memory.state_dict())
+    assert "can't be read (Input/output error)" in again.restore_note
+
+
+def test_closing_gives_files_and_memory_back(tmp_path):
+    gc.collect()  # what other tests left
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        memory = opened(tmp_path, 2, 80)
+        assert len(os.listdir("/proc/self/fd")) > before
+        memory.close()
+    del memory
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- room
@@ -357,7 +415,7 @@ def test_a_million_transitions_fit_in_eight_gigabytes():
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_what_a_memory_takes_is_what_was_said(tmp_path, num_envs):
-    memory = Storage(tmp_path, num_envs, 2000, CPU)
+    memory = opened(tmp_path, num_envs, 2000)
     arrays = memory.frames.nbytes + memory.steps.nbytes + memory.truncations.nbytes
     assert arrays == bytes_needed(2000, num_envs)
     on_disk = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -391,7 +449,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(common.replay.os, "posix_fallocate", full)
     with pytest.raises(UsageError, match=r"frames\.bin: No space left"):
-        Storage(tmp_path, 2, 80, CPU)
+        opened(tmp_path, 2, 80)
 
 
 def test_where_frames_are_read():
@@ -422,8 +480,8 @@ def test_sum_tree_finds_what_a_running_sum_finds(size):
         tree[np.array([0])] = priorities[0] = 1.0
     assert tree.total == pytest.approx(priorities.sum(), rel=1e-12)
     np.testing.assert_array_equal(tree[np.arange(size)], priorities)
-    sums = np.concatenate([rng.random(2000) * tree.total, [0.0, tree.total]])
-    found = tree.find(sums)
+    shares = np.concatenate([rng.random(2000), [0.0, 1.0]])
+    sums, found = shares * tree.total, tree.find(shares)
     assert (priorities[found] > 0).all()
     running = priorities.cumsum()
     assert (running[found] >= sums - 1e-9).all()
@@ -437,7 +495,7 @@ def test_sum_tree_finds_what_a_running_sum_finds(size):
 def test_priorities_are_drawn_in_exact_proportion():
     """Against P(i) = p_i^alpha / sum, after the memory has wrapped around, for what can be drawn and nothing else."""
     stream = Stream(3, np.random.default_rng(0))
-    memory = Storage(None, 3, 30, CPU)
+    memory = opened(None, 3, 30)
     memory.begin(stream.obs)
     priorities = Priorities(memory, alpha=0.5, n_step=2)
     for _ in range(200):
@@ -469,7 +527,7 @@ def test_priorities_are_drawn_in_exact_proportion():
 
 
 def test_new_transitions_get_the_largest_priority_so_far():
-    memory = Storage(None, 1, 30, CPU)
+    memory = opened(None, 1, 30)
     stream = Stream(1, np.random.default_rng(0))
     memory.begin(stream.obs)
     priorities = Priorities(memory, alpha=0.6, n_step=1)
@@ -481,6 +539,10 @@ def test_new_transitions_get_the_largest_priority_so_far():
     stream.step_into(memory)
     priorities.admit()
     assert priorities.tree[np.array([1])][0] == pytest.approx(9**0.6, rel=1e-5)
+    largest, total = priorities.largest, priorities.tree.total
+    priorities.update(np.array([0, 1]), torch.tensor([float("nan"), float("inf")]))  # what fp16 may bring
+    assert priorities.largest == largest
+    assert priorities.tree.total == total
     other = Priorities(memory, alpha=0.6, n_step=1)
     other.load_state_dict(priorities.state_dict())
     assert other.largest == priorities.largest
