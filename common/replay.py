@@ -389,48 +389,46 @@ class SumTree:
     """Priorities of `size` leaves, any number of which are set or drawn at once. `total` is the sum of all.
 
     A node is the last of its children's running sums, so that sums and drawing agree to the last bit and a leaf of
-    priority 0 is never drawn. A million leaves make four levels.
+    priority 0 is never drawn. A million leaves make four or five levels.
     """
 
-    FANOUT = 64
+    FANOUT = 32
 
     def __init__(self, size: int) -> None:
-        self.levels: list[np.ndarray] = []  # [blocks, FANOUT] float64, leaves first
+        # leaves first, [blocks, FANOUT] float64 each: priorities, and their running sums within a block
+        self.levels: list[np.ndarray] = []
         while not self.levels or size > 1:
             size = -(-size // self.FANOUT)
             self.levels.append(np.zeros((size, self.FANOUT)))
+        self.running = [level.copy() for level in self.levels]
         self.total = 0.0
 
     def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
-        return self.levels[0].reshape(-1)[leaves]
+        return self.levels[0].take(leaves)
 
     def __setitem__(self, leaves: np.ndarray, priorities: np.ndarray | float) -> None:
-        self.levels[0].reshape(-1)[leaves] = priorities
-        for level, above in zip(self.levels, self.levels[1:], strict=False):
-            leaves = leaves // self.FANOUT
-            above.reshape(-1)[leaves] = level.take(leaves, 0).cumsum(1)[:, -1]
-        self.total = self.levels[-1].cumsum()[-1].item()
+        nodes, values = leaves, priorities
+        for level, running in zip(self.levels, self.running, strict=True):
+            level.reshape(-1)[nodes] = values
+            nodes = nodes // self.FANOUT
+            sums = level.take(nodes, 0).cumsum(1)
+            running[nodes] = sums
+            values = sums[:, -1]
+        self.total = values[-1].item()
 
     def find(self, shares: np.ndarray) -> np.ndarray:
         """`[B]` of 0 to 1 -> `[B]` leaves: those where the running sum over all leaves passes that share of `total`."""
         nodes = np.zeros(len(shares), dtype=np.int64)
-        rows = np.arange(len(shares)) * self.FANOUT
         sums = np.minimum(shares * self.total, np.nextafter(self.total, 0))
-        for level in reversed(self.levels):
-            block = level.take(nodes, 0)
-            running = block.cumsum(1)  # [B, FANOUT]
-            children = (running > sums[:, None]).argmax(1)
-            weights = block.take(rows + children)
-            sums = sums - (running.take(rows + children) - weights)
+        for level, running in zip(reversed(self.levels), reversed(self.running), strict=True):
+            nodes = nodes * self.FANOUT + (running.take(nodes, 0) > sums[:, None]).argmax(1)
+            weights = level.take(nodes)
+            sums = sums - (running.take(nodes) - weights)
             sums = np.minimum(np.maximum(sums, 0), np.nextafter(weights, 0))  # a difference is rounded
-            nodes = nodes * self.FANOUT + children
         return nodes
 
     def state_dict(self) -> dict[str, Any]:
         return {"leaves": torch.from_numpy(self.levels[0].copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.levels[0][:] = state["leaves"].numpy()
-        for level, above in zip(self.levels, self.levels[1:], strict=False):
-            above.reshape(-1)[: len(level)] = level.cumsum(1)[:, -1]
-        self.total = self.levels[-1].cumsum()[-1].item()
+        self[np.arange(self.levels[0].size)] = state["leaves"].flatten().numpy()
