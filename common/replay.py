@@ -389,18 +389,20 @@ class SumTree:
     """Priorities of `size` leaves, any number of which are set or drawn at once. `total` is the sum of all.
 
     A node is the last of its children's running sums, so that sums and drawing agree to the last bit and a leaf of
-    priority 0 is never drawn. A million leaves make four or five levels.
+    priority 0 is never drawn. A million leaves make two levels of blocks below a top of a thousand nodes.
     """
 
     FANOUT = 32
+    TOP = 2048  # nodes at most
 
     def __init__(self, size: int) -> None:
         # leaves first, [blocks, FANOUT] float64 each: priorities, and their running sums within a block
         self.levels: list[np.ndarray] = []
-        while not self.levels or size > 1:
+        while not self.levels or size > self.TOP:
             size = -(-size // self.FANOUT)
             self.levels.append(np.zeros((size, self.FANOUT)))
         self.running = [level.copy() for level in self.levels]
+        self.top, self.running_top = np.zeros(size), np.zeros(size)
         self.total = 0.0
 
     def __getitem__(self, leaves: np.ndarray) -> np.ndarray:
@@ -414,17 +416,20 @@ class SumTree:
             sums = level.take(nodes, 0).cumsum(1)
             running[nodes] = sums
             values = sums[:, -1]
-        self.total = values[-1].item()
+        self.top[nodes] = values
+        self.running_top = self.top.cumsum()
+        self.total = self.running_top[-1].item()
 
     def find(self, shares: np.ndarray) -> np.ndarray:
         """`[B]` of 0 to 1 -> `[B]` leaves: those where the running sum over all leaves passes that share of `total`."""
-        nodes = np.zeros(len(shares), dtype=np.int64)
         sums = np.minimum(shares * self.total, np.nextafter(self.total, 0))
+        nodes = self.running_top.searchsorted(sums, side="right")
+        weights, passed = self.top.take(nodes), self.running_top.take(nodes)
         for level, running in zip(reversed(self.levels), reversed(self.running), strict=True):
+            # what is left of it within the node; a difference is rounded
+            sums = np.minimum(np.maximum(sums - (passed - weights), 0), np.nextafter(weights, 0))
             nodes = nodes * self.FANOUT + (running.take(nodes, 0) > sums[:, None]).argmax(1)
-            weights = level.take(nodes)
-            sums = sums - (running.take(nodes) - weights)
-            sums = np.minimum(np.maximum(sums, 0), np.nextafter(weights, 0))  # a difference is rounded
+            weights, passed = level.take(nodes), running.take(nodes)
         return nodes
 
     def state_dict(self) -> dict[str, Any]:
