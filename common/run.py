@@ -192,6 +192,7 @@ class Run:
             "amp_dtype": config["amp_dtype"],
             "compiled": config.get("compiled", False),
         }
+        self._new_parent = not self.dir.parent.exists()
         self._lock, self._new, self._old = claim(self.dir, set_aside=args.resume == "never")
         try:
             self._refuse_another_run(read_json(self.dir / "config.json"))
@@ -221,15 +222,22 @@ class Run:
             if self._started:
                 self._stop(error)
             elif self._new:
-                shutil.rmtree(self.dir, ignore_errors=True)  # nothing but our lock
+                self._discard()
         finally:
             os.close(self._lock)
+
+    def _discard(self) -> None:
+        """Leave nothing of a run that was refused, nor of the folder of runs if it was made for it."""
+        shutil.rmtree(self.dir, ignore_errors=True)
+        if self._new_parent:
+            with contextlib.suppress(OSError):
+                self.dir.parent.rmdir()
 
     def _stop(self, error: BaseException | None) -> None:
         self.terminal.end_progress()
         if isinstance(error, UsageError) and self._new and self.last_checkpoint is None:
             self.events.close()
-            shutil.rmtree(self.dir, ignore_errors=True)
+            self._discard()
             return
         if isinstance(error, Interrupted):
             self.set_phase("interrupted")
