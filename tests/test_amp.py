@@ -52,7 +52,7 @@ def test_auto_on_a_gpu_takes_emulated_bf16_for_none(monkeypatch, native, dtype):
     assert Amp(True, "auto", torch.device("cuda")).dtype is dtype
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16", "fp32"])
 def test_trains_and_keeps_log_probabilities_values_and_losses_in_fp32(tmp_path, monkeypatch, dtype):
     seen = []
 

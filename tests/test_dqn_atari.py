@@ -173,7 +173,7 @@ def test_multiples():
 # ---- counts
 
 
-@pytest.mark.parametrize("num_envs", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_envs", [*(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2, 5)), 3, 8])
 def test_updates_an_agent_step_are_exact_for_any_number_of_environments(tmp_path, corridor, num_envs):
     summary = train(tmp_path, "run", num_envs=num_envs, buffer_size=400, total_timesteps=203)
     total = 203 // num_envs * num_envs
@@ -244,7 +244,7 @@ def test_tau_moves_the_target_by_a_share(tmp_path, corridor, monkeypatch):
     assert target.allclose(first + 0.25 * (now - first), atol=1e-7)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("epsilon", [*(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 0.5)), 1.0])
 def test_epsilon_is_the_share_of_random_actions(tmp_path, corridor, epsilon):
     flags = dict(start_e=epsilon, end_e=epsilon, num_envs=8, learning_starts=3990, total_timesteps=4000)
     train(tmp_path, "run", **flags, buffer_size=160)  # on the last step, one update
@@ -317,7 +317,8 @@ def test_a_damaged_newest_checkpoint_falls_back_and_the_memory_of_then_is_whole(
     compare(tmp_path, "undisturbed", "disturbed")
 
 
-@pytest.mark.parametrize("keep", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [1, 3])
 def test_no_step_is_made_that_a_kept_checkpoint_would_not_survive(tmp_path, corridor, monkeypatch, keep):
     looked, real = [], dqn_atari.Storage.add
 
@@ -351,7 +352,9 @@ def test_a_full_disk_says_that_the_memory_of_the_last_checkpoint_goes(tmp_path, 
     assert out.count("is being overwritten") == 1
 
 
-@pytest.mark.parametrize("loss", ["damaged", "removed", "not kept"])
+@pytest.mark.parametrize(
+    "loss", ["damaged", *(pytest.param(x, marks=pytest.mark.slow) for x in ("removed", "not kept"))]
+)
 def test_a_lost_memory_is_said_and_filled_again_before_learning_goes_on(tmp_path, corridor, monkeypatch, capsys, loss):
     flags = dict(num_envs=2, buffer_size=100, total_timesteps=400, prioritized=True, save_buffer=loss != "not kept")
     monkeypatch.setattr(corridor, "interrupt_at", 100)
@@ -411,8 +414,7 @@ def test_restarted_games_are_no_obstacle(tmp_path, corridor, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, dict(double_q=True, prioritized=True)], ids=["plain", "double, prioritised"])
-def test_it_learns_the_values_of_a_corridor(tmp_path, corridor, monkeypatch, options):
+def test_it_learns_the_values_of_a_corridor(tmp_path, corridor, monkeypatch):
     """Q*(cell, right) = gamma^(cells still to go) where clipped reward 1 waits, and left is worth less."""
     networks = []
 
@@ -424,7 +426,7 @@ def test_it_learns_the_values_of_a_corridor(tmp_path, corridor, monkeypatch, opt
     monkeypatch.setattr(dqn_atari, "QNetwork", Noted)
     flags = dict(num_envs=8, buffer_size=2000, learning_starts=200, total_timesteps=3000, batch_size=16)
     flags |= dict(gamma=0.8, learning_rate=5e-4, target_network_frequency=40, train_frequency=4, end_e=0.5)
-    train(tmp_path, "run", **flags, exploration_fraction=0.3, **options)
+    train(tmp_path, "run", **flags, exploration_fraction=0.3)
     values = []
     for cell in range(Corridor.CELLS):
         obs = torch.zeros(1, 84, 84, 4, dtype=torch.uint8)
@@ -525,11 +527,11 @@ print(resident() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--prioritized", "--n-step", "3", "--double-q"]], ids=["plain", "everything"])
-def test_the_drill_passes(tmp_path, options):
-    """On the real emulator, with a memory that wraps around several times."""
+def test_the_drill_passes(tmp_path):
+    """On the real emulator, with every option and a memory that wraps around several times."""
     sizes = ["--buffer-size", "400", "--learning-starts", "200", "--batch-size", "4", "--num-envs", "4"]
-    flags = [str(ROOT / "dqn_atari.py"), *sizes, "--total-timesteps", "3200", *options]
-    done = run_script("drill.py", "--kills", "3", "--terms", "2", "--dir", "drill", *flags, cwd=tmp_path)
+    options = ["--prioritized", "--n-step", "3", "--double-q", "--total-timesteps", "1800"]
+    flags = [str(ROOT / "dqn_atari.py"), *sizes, *options]
+    done = run_script("drill.py", "--kills", "2", "--terms", "1", "--dir", "drill", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout

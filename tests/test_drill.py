@@ -120,7 +120,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[] if x == "a flag of the drill" else pytest.mark.slow) for x in BAD]
+)
 def test_bad_input_is_refused(tmp_path, case):
     flags, words = BAD[case]
     done = run_script("drill.py", *flags, cwd=tmp_path)

@@ -21,7 +21,10 @@ def random_actions(envs: AtariEnvs, steps: int, seed: int = 0) -> np.ndarray:
 # ---- what a step returns
 
 
-@pytest.mark.parametrize("game", ["Breakout", "Pong", "Seaquest", "SpaceInvaders", "MsPacman"])
+@pytest.mark.parametrize(
+    "game",
+    ["Breakout", "Pong", *(pytest.param(x, marks=pytest.mark.slow) for x in ("Seaquest", "SpaceInvaders", "MsPacman"))],
+)
 def test_observations_equal_gymnasiums_preprocessing(game):
     envs = AtariEnvs(f"{game}NoFrameskip-v4", 1, **PLAIN)
     theirs = FrameStackObservation(
@@ -90,7 +93,7 @@ class BareGame:
         pytest.param("BreakoutNoFrameskip-v0", "breakout", 0.25, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("max_frames", [8, pytest.param(16, marks=pytest.mark.slow), 100, 108_000])
+@pytest.mark.parametrize("max_frames", [*(pytest.param(x, marks=pytest.mark.slow) for x in (8, 16)), 100, 108_000])
 def test_rewards_ends_returns_and_lengths_equal_the_bare_emulator(env_id, game, sticky, max_frames):
     num_envs, steps = 3, 60 if max_frames < 1000 else 700
     envs = AtariEnvs(env_id, num_envs, max_num_frames_per_episode=max_frames, **PLAIN)
@@ -259,7 +262,7 @@ def test_environments_of_a_run_differ_and_runs_share_no_seed():
     )  # more environments leave the first as they are
 
 
-@pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "ALE/Breakout-v5"])
+@pytest.mark.parametrize("env_id", [pytest.param("BreakoutNoFrameskip-v4", marks=pytest.mark.slow), "ALE/Breakout-v5"])
 def test_a_seed_fixes_the_games_and_the_games_differ(env_id):
     def play(seed):
         envs = AtariEnvs(env_id, 4)
@@ -325,7 +328,7 @@ STATES = {
     "many games": ("SpaceInvadersNoFrameskip-v4", 80, SHORT_GAMES),
     "a game without FIRE": ("MsPacmanNoFrameskip-v4", 300, {}),
 }
-SLOW_STATES = ("games with lives", "no game ended yet", "a game without FIRE")
+SLOW_STATES = ("games with lives", "no game ended yet", "a game without FIRE", "sticky actions, reseeded", "many games")
 
 
 def assert_equal_futures(first: AtariEnvs, second: AtariEnvs, steps: int) -> None:

@@ -68,7 +68,6 @@ def train_in_pieces(tmp_path, monkeypatch, name: str, looks: list[int], **flags)
 KINDS = {
     "Breakout": {},
     "sticky actions": {"env_id": "ALE/Breakout-v5"},
-    "bf16": {"amp": True, "amp_dtype": "bf16"},
     "fp16 with loss scaling": {"amp": True, "amp_dtype": "fp16"},
     "early stopping": {"target_kl": 1e-4, "learning_rate": 0.01},
 }

@@ -87,6 +87,7 @@ def test_the_ratio_is_one_in_the_first_minibatch_of_the_first_epoch(tmp_path, mo
     assert (ratios[1] - 1).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_one_seed_gives_identical_scalars_and_weights_and_another_seed_others(tmp_path):
     runs = {
         name: train(tmp_path, name, seed=seed, num_steps=128, total_timesteps=1024)
@@ -190,12 +191,14 @@ def test_rewards_are_clipped_for_learning_only(tmp_path, monkeypatch):
     assert max(value for _, value in read_scalars(tmp_path / "invaders")["charts/episodic_return"]) >= 5
 
 
+@pytest.mark.slow
 def test_target_kl_ends_the_epochs_early(tmp_path):
     flags = {"learning_rate": 0.01, "update_epochs": 4, "total_timesteps": 64}
     assert train(tmp_path, "all", **flags)["updates"] == 8
     assert train(tmp_path, "early", target_kl=1e-6, **flags)["updates"] < 8
 
 
+@pytest.mark.slow
 def test_no_annealing_keeps_the_learning_rate(tmp_path):
     train(tmp_path, "flat", anneal_lr=False)
     rates = [value for _, value in read_scalars(tmp_path / "flat")["charts/learning_rate"]]
@@ -212,6 +215,7 @@ def test_a_policy_that_diverges_ends_with_one_line_and_status_1(tmp_path, monkey
     assert not (tmp_path / "runs" / "diverged" / "agent.pt").exists()
 
 
+@pytest.mark.slow
 def test_stops_at_a_return(tmp_path, monkeypatch):
     short_games(monkeypatch, frames=20)
     summary = train(tmp_path, "stop", num_envs=8, total_timesteps=1_000_000, update_epochs=1, stop_at_return=0.0)

@@ -540,6 +540,7 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_with_status_1_and_a_named_checkpoint(tmp_path):
     sizes = ("--num-steps", "128", "--total-timesteps", "5120")
     process = start(tmp_path, *sizes, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
