@@ -266,6 +266,7 @@ def test_a_dropped_connection_is_a_stop_and_under_nohup_it_is_not(tmp_path):
     assert summary["global_step"] == 768
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_a_killed_one_is_no_obstacle(tmp_path):
     flags = ["--run-name", "a", "--num-steps", "16", "--total-timesteps", "256"]
     process = start(tmp_path, "--total-timesteps", "256", stdout=subprocess.DEVNULL)
