@@ -85,16 +85,8 @@ class Args(SharedArgs):
 
     def check(self) -> None:
         super().check()
-        for name in (
-            "learning_rate",
-            "num_envs",
-            "buffer_size",
-            "target_network_frequency",
-            "batch_size",
-            "train_frequency",
-            "n_step",
-        ):
-            self.require(name, getattr(self, name) > 0, "must be positive")
+        self.require_positive("learning_rate", "num_envs", "buffer_size", "target_network_frequency", "batch_size")
+        self.require_positive("train_frequency", "n_step")
         for name in ("gamma", "start_e", "end_e", "exploration_fraction", "priority_alpha", "priority_beta"):
             self.require(name, 0 <= getattr(self, name) <= 1, "must be 0 to 1")
         self.require("tau", 0 < self.tau <= 1, "must be above 0, at most 1")
@@ -374,9 +366,9 @@ def train(args: Args) -> dict[str, Any]:
             run.lap("environment")
 
             # --- update
-            stored = (memory.position - memory.oldest) * args.num_envs
-            learning = progress.global_step > args.learning_starts and memory.position - memory.oldest >= args.n_step
-            learning = learning and stored >= min(args.learning_starts, memory.size * args.num_envs)
+            stored = memory.position - memory.oldest  # steps; a lost memory is filled again first
+            enough = max(args.n_step, min(args.learning_starts // args.num_envs, memory.size))
+            learning = progress.global_step > args.learning_starts and stored >= enough
             if learning and not was_learning:
                 run.warm_up()
             was_learning = learning
@@ -419,10 +411,7 @@ def train(args: Args) -> dict[str, Any]:
                 scalars = {"charts/epsilon": epsilon}
                 if losses.count:
                     scalars |= {f"losses/{name}": x for name, x in zip(LOSSES, losses.take(), strict=True)}
-                if not np.isfinite(list(scalars.values())).all():
-                    raise FloatingPointError(
-                        f"losses are not finite at step {progress.global_step}: try a lower --learning-rate"
-                    )
+                run.require_finite(scalars)
                 run.log_iteration(scalars, timed=monitor.scalars())
 
         checkpoints.finish()

@@ -80,16 +80,8 @@ class Args(SharedArgs):
 
     def check(self) -> None:
         super().check()
-        for name in (
-            "learning_rate",
-            "num_envs",
-            "num_steps",
-            "num_minibatches",
-            "update_epochs",
-            "clip_coef",
-            "max_grad_norm",
-        ):
-            self.require(name, getattr(self, name) > 0, "must be positive")
+        self.require_positive("learning_rate", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+        self.require_positive("clip_coef", "max_grad_norm")
         for name in ("ent_coef", "vf_coef"):
             self.require(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("gamma", "gae_lambda"):
@@ -342,10 +334,7 @@ def train(args: Args) -> dict[str, Any]:
 
             # --- logging
             scalars = {f"losses/{name}": x for name, x in zip(LOSSES, (losses / num_losses).tolist(), strict=True)}
-            if not np.isfinite(list(scalars.values())).all():
-                raise FloatingPointError(
-                    f"losses are not finite at step {progress.global_step}: try a lower --learning-rate"
-                )
+            run.require_finite(scalars)
             scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.lap("learning")

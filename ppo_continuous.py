@@ -32,7 +32,7 @@ from common.control import ControlEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.preemption import StopSignals
 from common.run import Run
-from common.running import RunningMeanStd
+from common.running import Normalizer
 from common.tiny import clip, compiled, flatten, in_numpy
 
 
@@ -89,16 +89,8 @@ class Args(SharedArgs):
 
     def check(self) -> None:
         super().check()
-        for name in (
-            "learning_rate",
-            "num_envs",
-            "num_steps",
-            "num_minibatches",
-            "update_epochs",
-            "clip_coef",
-            "max_grad_norm",
-        ):
-            self.require(name, getattr(self, name) > 0, "must be positive")
+        self.require_positive("learning_rate", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+        self.require_positive("clip_coef", "max_grad_norm")
         for name in ("ent_coef", "vf_coef"):
             self.require(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("gamma", "gae_lambda"):
@@ -146,44 +138,6 @@ def log_prob(actions: torch.Tensor, mean: torch.Tensor, logstd: torch.Tensor) ->
     """Of independent Gaussians: actions and mean `[B, A]`, logstd `[A]` -> `[B]`."""
     squares = ((actions - mean) / logstd.exp()).square().sum(1)
     return -0.5 * squares - (logstd.sum() + 0.5 * len(logstd) * math.log(2 * math.pi))
-
-
-class Normalizer:
-    """Observations to mean 0 and variance 1, rewards to discounted returns of variance 1, both clipped to +-10.
-
-    The statistics move with `observe` and `rewards` only: evaluation, which calls neither, leaves them as they are.
-    """
-
-    def __init__(self, num_envs: int, num_observations: int, gamma: float) -> None:
-        self.gamma = gamma
-        self.obs_rms = RunningMeanStd(num_observations)
-        self.return_rms = RunningMeanStd()
-        self.returns = np.zeros(num_envs)  # discounted sums of the current episodes' rewards
-
-    def observe(self, obs: np.ndarray) -> None:
-        """`[B, D]`, each observation once."""
-        self.obs_rms.update(obs)
-
-    def observations(self, obs: np.ndarray) -> np.ndarray:
-        """`[B, D]` -> `[B, D]`"""
-        return clip((obs - self.obs_rms.mean) / self.obs_rms.std(), -10, 10)
-
-    def rewards(self, rewards: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """`[N]` -> `[N]`; `ended`: the step that earned the reward was its episode's last."""
-        self.returns = self.returns * self.gamma + rewards
-        self.return_rms.update(self.returns)
-        self.returns[ended] = 0.0
-        return clip(rewards / self.return_rms.std(), -10, 10)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        parts = {"obs": self.obs_rms, "return": self.return_rms}
-        state = {f"{name}_{key}": value for name, rms in parts.items() for key, value in rms.state_dict().items()}
-        return state | {"returns": torch.from_numpy(self.returns.copy())}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name, rms in {"obs": self.obs_rms, "return": self.return_rms}.items():
-            rms.load_state_dict({key: state[f"{name}_{key}"] for key in vars(rms)})
-        self.returns = state["returns"].numpy().copy()
 
 
 def compute_gae(
@@ -422,10 +376,7 @@ def train(args: Args) -> dict[str, Any]:
             # --- logging
             losses = loss_stats(args, *(torch.stack(x) for x in zip(*stats, strict=True))).tolist()
             scalars = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=True)}
-            if not np.isfinite(list(scalars.values())).all():
-                raise FloatingPointError(
-                    f"losses are not finite at step {progress.global_step}: try a lower --learning-rate"
-                )
+            run.require_finite(scalars)
             scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
             scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
             run.lap("learning")

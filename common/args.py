@@ -72,15 +72,18 @@ class SharedArgs:
                 raise UsageError(f"{flag(field.name)} {value}: must be a finite number that float32 can hold")
         self.require("seed", 0 <= self.seed < 2**63, "must be 0 to 2^63 - 1")
         self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
-        self.require("total_timesteps", self.total_timesteps > 0, "must be positive")
+        self.require_positive("total_timesteps", "keep_checkpoints")
         self.require("runs_dir", self.runs_dir != "", "must name a folder")
         self.require("checkpoint_minutes", self.checkpoint_minutes >= 0, "must not be negative")
-        self.require("keep_checkpoints", self.keep_checkpoints > 0, "must be positive")
         self.require("keep_every", self.keep_every is None or self.keep_every > 0, "must be positive")
         self.require("resume", self.resume != "", "must be auto, never, or a checkpoint or run folder")
         if self.run_name is not None:
             ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", self.run_name) is not None
             self.require("run_name", ok, "must be one folder name of at most 200 letters, digits and _ . + -")
+
+    def require_positive(self, *names: str) -> None:
+        for name in names:
+            self.require(name, getattr(self, name) > 0, "must be positive")
 
     def require(self, name: str, condition: bool, reason: str) -> None:
         if not condition:

@@ -158,7 +158,6 @@ class Checkpoints:
         self.snapshot: dict[str, Any] | None = None
         self._saved_at: float | None = None  # time of the last save or attempt; None: the first boundary is to be saved
         self._failed = False  # the last save
-        self._told = False  # that the last good one's replay memory is gone
         self._kept = 0  # multiples of keep_every that the checkpoints kept for good have passed
 
         path, content, damaged = self._find()
@@ -181,14 +180,16 @@ class Checkpoints:
         for note in notes:
             run.terminal.line(note)
         run.rescue = self._rescue
-        for owner in self.state.values():
-            if hasattr(owner, "waiting"):
-                owner.waiting = self.stop_if_asked
+        for owner in self._owners("waiting"):
+            owner.waiting = self.stop_if_asked
         if path:
             self._restore(path, content, own)
             run.ready(f"resumed at step {run.progress.global_step:,} from {path}")
         else:
             run.ready()
+
+    def _owners(self, attribute: str) -> list[Any]:
+        return [owner for owner in self.state.values() if hasattr(owner, attribute)]
 
     # ---- what to restore
 
@@ -303,12 +304,8 @@ class Checkpoints:
         minutes, since = self.args.checkpoint_minutes, time.perf_counter() - self._saved_at
         on_time = minutes > 0 and since >= 60 * minutes
         to_keep = self._multiples(self.run.progress.global_step) > self._kept
-        owners = [owner for owner in self.state.values() if hasattr(owner, "save_due")]
         newest = step_of(self.last) if self.last else 0
-        by_owner = any(owner.save_due(newest, self.args.keep_checkpoints) for owner in owners)
-        if self._failed and not self._told and any(owner.overtakes(newest) for owner in owners):
-            self._told = True
-            self.run.terminal.line(f"the replay memory of {self.last} is being overwritten: it would be filled again")
+        by_owner = any(owner.save_due(newest, self.args.keep_checkpoints) for owner in self._owners("save_due"))
         return (on_time or to_keep or by_owner) and (not self._failed or since >= RETRY)
 
     def _multiples(self, step: int) -> int:
@@ -353,7 +350,11 @@ class Checkpoints:
             if self.last is None:
                 raise
             self._saved_at, self._failed = time.perf_counter(), True
-            self.run.terminal.line(f"cannot save a checkpoint ({error.strerror}): the last good one is {self.last}")
+            gone = any(owner.overtakes(step_of(self.last)) for owner in self._owners("overtakes"))
+            note = ", but its replay memory is being overwritten" if gone else ""
+            self.run.terminal.line(
+                f"cannot save a checkpoint ({error.strerror}): the last good one is {self.last}{note}"
+            )
 
     def _write(self) -> None:
         """Write the last boundary's state.
@@ -372,9 +373,8 @@ class Checkpoints:
         phase = self.run.phase
         self.run.set_phase("save")
         self.run.events.flush(durable=True)  # first: the checkpoint counts them
-        for owner in self.state.values():
-            if hasattr(owner, "sync"):
-                owner.sync()
+        for owner in self._owners("sync"):
+            owner.sync()
         returns = progress["returns"]
         # of two means the one of more games counts, until there are 100
         rank = [len(returns), sum(returns) / len(returns)] if returns else [0, -float("inf")]
@@ -399,7 +399,7 @@ class Checkpoints:
         with replacing(path) as file:
             file.write(packed)
         self.last = self.run.last_checkpoint = path
-        self._saved_at, self._failed, self._told = time.perf_counter(), False, False
+        self._saved_at, self._failed = time.perf_counter(), False
         self._name(path, about)
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
         for old in rolling[self.args.keep_checkpoints :]:

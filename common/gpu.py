@@ -79,10 +79,7 @@ def cuda_failure() -> str:
 
 
 def require_memory(device: torch.device, needed: int, what: str) -> None:
-    """Refuse what does not fit before anything is allocated.
-
-    Args:
-        needed: bytes on the device.
+    """Refuse what does not fit, `needed` bytes, before anything is allocated.
 
     Raises:
         UsageError: the GPU, the machine or the container has less.

@@ -3,11 +3,10 @@
 Time counts steps of all environments together from the beginning of the run. Step t holds the newest frame of each
 environment's observation before the step, and what came of the step. Steps lie in a ring of `length` slots, t in slot
 t % length; the newest `size` of them can be sampled. The slots beyond these are spare: what is written after a
-checkpoint takes them first, so that going back to that checkpoint finds everything that it counts on. `save_due` says
-when the next one is due.
+checkpoint takes them first, so that going back to it finds all that it counts on (`save_due`).
 
-A segment is `SEGMENTS`-th of the ring. Once full it stays as it is until the ring comes round, about a million steps
-later, and its SHA-256 stands in every checkpoint that needs it.
+The ring is cut into segments. A full one stays as it is until the ring comes round, and its SHA-256 stands in every
+checkpoint that needs it.
 """
 
 import ctypes
@@ -25,12 +24,11 @@ import torch
 from common.errors import UsageError
 from common.files import sync
 
-SEGMENTS = 400
+SEGMENTS = 400  # of the steps that can be sampled
 SPARE = 20  # one slot in so many
 REST = 2 * 10**9  # bytes that networks and libraries take on a GPU, amply
 STACK = 4  # frames of an observation
 FRAME = (84, 84)  # pixels
-FRAME_BYTES = 84 * 84
 # what a step holds beside the frame; `age`: how many older frames of its stack are of the same game
 STEP = np.dtype([("reward", "<f4"), ("action", "u1"), ("age", "u1"), ("termination", "?"), ("unused", "u1")])
 ARRAYS = {"frames": (FRAME, np.dtype("u1")), "steps": ((), STEP)}  # by file: shape and type of an entry
@@ -49,7 +47,7 @@ def ring_length(size: int) -> int:
 
 def bytes_needed(transitions: int, num_envs: int) -> int:
     """Of memory, and of disk, for so many transitions of all environments together."""
-    return ring_length(transitions // num_envs) * num_envs * (FRAME_BYTES + STEP.itemsize + 1)
+    return ring_length(transitions // num_envs) * num_envs * (FRAME[0] * FRAME[1] + STEP.itemsize + 1)
 
 
 def require_room(transitions: int, num_envs: int, free: int, what: str) -> None:
@@ -76,11 +74,8 @@ def require_room(transitions: int, num_envs: int, free: int, what: str) -> None:
 
 
 def choose_buffer_device(name: str, device: torch.device, needed: int, free: int) -> torch.device:
-    """Where frames are read: on the GPU, so that nothing has to be moved there, if all of them fit beside the rest.
-
-    Args:
-        name: `auto`, `cpu` or `cuda`.
-        device: of the networks, with `free` bytes.
+    """Where frames are read, for `auto`, `cpu` or `cuda`: `auto` takes the device of the networks, which has `free`
+    bytes, if all of them fit beside the rest, so that nothing has to be moved there.
 
     Raises:
         UsageError: `cuda`, and the networks are not there.
@@ -149,8 +144,8 @@ class Storage:
             self.steps[name] for name in ("reward", "action", "age", "termination")
         )
         self.truncations = np.zeros((self.length, self.num_envs), dtype=bool)
-        flat = torch.from_numpy(self.frames).view(-1, *FRAME)
-        self.readable = flat if device.type == "cpu" else torch.empty(flat.shape, dtype=torch.uint8, device=device)
+        frames = torch.from_numpy(self.frames)
+        self.readable = frames if device.type == "cpu" else torch.empty_like(frames, device=device)
 
     def _open(self, name: str, folder: Path | None) -> np.ndarray:
         shape, dtype = ARRAYS[name]
@@ -205,10 +200,9 @@ class Storage:
         frames = self.frames[(self.position - back) % self.length, np.arange(self.num_envs)]
         frames[back > self.age] = 0
         restarted = (frames != obs.transpose(1, 0, 2, 3)).any(axis=(0, 2, 3))
-        for i in np.flatnonzero(restarted):
-            slot = (self.position - 1) % self.length
-            if not (self.terminations[slot, i] or self.truncations[slot, i]):
-                self._truncate(self.position - 1, i, frames[-1, i])
+        last = (self.position - 1) % self.length
+        for i in np.flatnonzero(restarted & ~self.terminations[last] & ~self.truncations[last]):
+            self._truncate(self.position - 1, i, frames[-1, i])
         self.age[restarted] = 0
         self._put(obs[:, -1])
 
@@ -221,8 +215,7 @@ class Storage:
         next_obs: np.ndarray,
         info: dict[str, Any],
     ) -> None:
-        """What came of step `position`, as the environments returned it: `[num_envs]`, `next_obs` and
-        `info["final_obs"]` `[num_envs, 4, 84, 84]`. `info["_episode"]` tells where a new game has begun."""
+        """What came of step `position`, as the environments returned it; `info["_episode"]`: a new game has begun."""
         for i in np.flatnonzero(truncations & ~terminations):
             self._truncate(self.position, i, info["final_obs"][i, -1])
         self._complete(actions, rewards, terminations)
@@ -242,15 +235,15 @@ class Storage:
         slot = self.position % self.length
         self.frames[slot] = frame
         if self.readable.device.type != "cpu":
-            rows = slice(slot * self.num_envs, (slot + 1) * self.num_envs)
-            self.readable[rows].copy_(torch.from_numpy(self.frames[slot]))
+            self.readable[slot].copy_(torch.from_numpy(self.frames[slot]))
 
     def _complete(self, actions: Any, rewards: Any, terminations: Any) -> None:
         slot = self.position % self.length
         self.rewards[slot], self.actions[slot] = rewards, actions
         self.terminations[slot], self.ages[slot] = terminations, self.age
         if self.files:
-            self._hash(self.hash, self.position)
+            for array in self.arrays.values():
+                self.hash.update(array[slot].view(np.uint8).data)
         self.position += 1
         if self.position % self.segment == 0:
             number = self.position // self.segment - 1
@@ -261,16 +254,12 @@ class Storage:
                 size = self.arrays[name][0].nbytes * self.segment
                 start_writing(descriptor, number * self.segment % self.length // self.segment * size, size)
 
-    def _hash(self, of: Any, step: int) -> None:
-        for array in self.arrays.values():
-            of.update(array[step % self.length].view(np.uint8).data)
-
     # ---- reading
 
     def frames_of(self, steps: np.ndarray, envs: np.ndarray) -> torch.Tensor:
         """`[...]` steps and environments -> `[..., 84, 84]` uint8 on the device of the memory."""
         rows = torch.from_numpy(steps % self.length * self.num_envs + envs)
-        found = self.readable.index_select(0, rows.flatten().to(self.readable.device))
+        found = self.readable.flatten(0, 1).index_select(0, rows.flatten().to(self.readable.device))
         return found.view(*rows.shape, *FRAME)
 
     # ---- interruption
@@ -325,9 +314,7 @@ class Storage:
         self.began, self.restore_note = False, ""
         self.digests, self.hash, self.finals = {}, hashlib.sha256(), {}
         self.truncations[:] = False
-        lost = self._load(state)
-        if lost:
-            self.digests, self.hash = {}, hashlib.sha256()
+        if lost := self._load(state):
             self.restore_note = f"the replay memory {lost}: it is filled again before learning goes on"
 
     def _load(self, state: dict[str, Any]) -> str:
@@ -336,10 +323,11 @@ class Storage:
             return "was not kept (--no-save-buffer)"
         self.first, self.age = state["first"], np.array(state["age"], dtype=np.uint8)
         begins = max(self.first, self.position - self.size) - STACK + 1
-        for number in range(begins // self.segment, self.position // self.segment + 1):
+        current = self.position // self.segment
+        for number in range(begins // self.segment, current + 1):
             start = max(number * self.segment, self.first - STACK + 1)
             self.replay_tick(max(0, start - begins) / max(1, self.position - begins))
-            self.hash = hashlib.sha256()
+            found = hashlib.sha256()
             stop = min((number + 1) * self.segment, self.position)
             slots = slice(start % self.length, start % self.length + stop - start)
             try:
@@ -349,20 +337,17 @@ class Storage:
                 return f"in {self.source} can't be read ({error.strerror})"
             for entries in zip(*read, strict=False):
                 for entry in entries:
-                    self.hash.update(entry.data)
-            digest = state["segments"].get(number)
-            if digest != self.hash.hexdigest():
+                    found.update(entry.data)
+            if found.hexdigest() != state["segments"].get(number):
                 return f"in {self.source} is damaged or newer than the checkpoint, as that of those kept for good is"
             if self.source != self.folder:
                 for array, entries in zip(self.arrays.values(), read, strict=True):
                     array[slots].view(np.uint8).reshape(entries.shape)[:] = entries
-            if stop == (number + 1) * self.segment:
-                self.digests[number] = digest
-                self.hash = hashlib.sha256()
-            if self.readable.device.type != "cpu":
-                rows = slice(slots.start * self.num_envs, slots.stop * self.num_envs)
-                self.readable[rows].copy_(torch.from_numpy(self.frames[slots]).flatten(0, 1))
+        self.digests = {number: digest for number, digest in state["segments"].items() if number < current}
+        self.hash = found
         self.began = True
+        if self.readable.device.type != "cpu":
+            self.readable.copy_(torch.from_numpy(self.frames))
         self._put(state["newest"].numpy())
         for (step, i), final in zip(state["final_keys"], state["finals"], strict=True):
             self._truncate(step, i, final.numpy())

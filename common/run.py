@@ -338,6 +338,12 @@ class Run:
             progress.returns.append(episodic_return)
             progress.games += 1
 
+    def require_finite(self, losses: dict[str, float]) -> None:
+        """Raises FloatingPointError."""
+        if not np.isfinite(list(losses.values())).all():
+            step = self.progress.global_step
+            raise FloatingPointError(f"losses are not finite at step {step}: try a lower --learning-rate")
+
     def log_iteration(self, scalars: dict[str, float], timed: dict[str, float] | None = None) -> None:
         """Log one iteration's scalars, with the speed and the shares of wall time.
 

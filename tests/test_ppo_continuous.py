@@ -22,9 +22,9 @@ import ppo_atari
 import ppo_continuous
 from common.errors import Interrupted
 from common.preemption import StopSignals
-from common.running import RunningMeanStd
+from common.running import Normalizer, RunningMeanStd
 from common.tiny import flatten, in_numpy
-from ppo_continuous import Agent, Args, Normalizer, log_prob
+from ppo_continuous import Agent, Args, log_prob
 
 SMALL = {"num_steps": 64, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 320}
 
