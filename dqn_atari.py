@@ -28,6 +28,7 @@ import torch.nn as nn
 from common.amp import Amp
 from common.args import SharedArgs, default_run_name, run_script
 from common.checkpoint import Checkpoints, Rng
+from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, free_memory, require_memory, set_numerics
 from common.preemption import StopSignals
@@ -287,11 +288,12 @@ def train(args: Args) -> dict[str, Any]:
 
     Raises:
         UsageError: see `Args.check`, `choose_device`, `require_room`, `atari_settings`, `Run` and `Checkpoints`.
-        Interrupted: a signal came, and a checkpoint is saved.
+        Interrupted, LimitReached: a signal came, or the money is spent, and a checkpoint is saved.
         FloatingPointError: losses or weights became infinite or NaN.
         SaveError: the end could not be saved.
     """
     args.check()
+    clock = Clock(args, "dqn_atari")
     device = choose_device(args.device)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
@@ -315,7 +317,11 @@ def train(args: Args) -> dict[str, Any]:
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "dqn_atari")
     total_timesteps = args.total_timesteps // args.num_envs * args.num_envs  # whole steps of all environments
-    with StopSignals() as signals, closing(memory), Run(args, "dqn_atari", run_name, total_timesteps, config) as run:
+    with (
+        StopSignals() as signals,
+        closing(memory),
+        Run(args, clock, "dqn_atari", run_name, total_timesteps, config) as run,
+    ):
         if run.complete:
             return run.summary()
         progress = run.progress

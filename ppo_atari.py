@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from common.amp import Amp
 from common.args import SharedArgs, default_run_name, run_script
 from common.checkpoint import Checkpoints, Rng
+from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.preemption import StopSignals
@@ -226,11 +227,12 @@ def train(args: Args) -> dict[str, Any]:
 
     Raises:
         UsageError: see `Args.check`, `choose_device`, `atari_settings`, `Run` and `Checkpoints`.
-        Interrupted: a signal came, and a checkpoint is saved.
+        Interrupted, LimitReached: a signal came, or the money is spent, and a checkpoint is saved.
         FloatingPointError: losses or weights became infinite or NaN.
         SaveError: the end could not be saved.
     """
     args.check()
+    clock = Clock(args, "ppo_atari")
     device = choose_device(args.device)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
@@ -255,7 +257,7 @@ def train(args: Args) -> dict[str, Any]:
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
-    with StopSignals() as signals, Run(args, "ppo_atari", run_name, total_timesteps, config) as run:
+    with StopSignals() as signals, Run(args, clock, "ppo_atari", run_name, total_timesteps, config) as run:
         if run.complete:
             return run.summary()
         progress = run.progress

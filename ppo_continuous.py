@@ -29,6 +29,7 @@ from common.amp import Amp
 from common.args import SharedArgs, default_run_name, run_script
 from common.checkpoint import Checkpoints, Rng
 from common.control import ControlEnvs
+from common.cost import Clock
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.preemption import StopSignals
 from common.run import Run
@@ -245,12 +246,13 @@ def train(args: Args) -> dict[str, Any]:
 
     Raises:
         UsageError: see `Args.check`, `choose_device`, `ControlEnvs`, `Run` and `Checkpoints`.
-        Interrupted: a signal came, and a checkpoint is saved.
+        Interrupted, LimitReached: a signal came, or the money is spent, and a checkpoint is saved.
         FloatingPointError: losses or weights became infinite or NaN.
         SaveError: the end could not be saved.
         WorkerError: with `--async-envs`, a process of theirs has died.
     """
     args.check()
+    clock = Clock(args, "ppo_continuous")
     device = choose_device(args.device)
     set_numerics(args.torch_deterministic, args.tf32)
     torch.set_num_threads(1)  # networks this small only get slower with more
@@ -295,7 +297,7 @@ def train(args: Args) -> dict[str, Any]:
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
     with (
         StopSignals() as signals,
-        Run(args, "ppo_continuous", run_name, total_timesteps, config) as run,
+        Run(args, clock, "ppo_continuous", run_name, total_timesteps, config) as run,
         closing(envs),
     ):
         if run.complete:

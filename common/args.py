@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from common.errors import Interrupted, SaveError, UsageError, WorkerError
+from common.errors import Interrupted, LimitReached, SaveError, UsageError, WorkerError
 
 
 @dataclass
@@ -47,6 +47,14 @@ class SharedArgs:
     """agent steps after which one more checkpoint is kept for good"""
     stop_at_return: float | None = None
     """stop, complete, when the mean return of the last 100 games reaches this"""
+    price_per_hour: float | None = None
+    """US dollars that this machine costs an hour"""
+    instance: str | None = None
+    """what this machine is, provider:name or provider:name@region, with its price from benchmark/prices.csv"""
+    spot: bool = False
+    """with --instance: its spot price"""
+    max_cost: float | None = None
+    """US dollars after which the run stops with a checkpoint and status 3"""
     run_name: str | None = None
     """folder below runs-dir; by default derived from the flags that change the result"""
     runs_dir: str = "runs"
@@ -77,6 +85,13 @@ class SharedArgs:
         self.require("checkpoint_minutes", self.checkpoint_minutes >= 0, "must not be negative")
         self.require("keep_every", self.keep_every is None or self.keep_every > 0, "must be positive")
         self.require("resume", self.resume != "", "must be auto, never, or a checkpoint or run folder")
+        for name in ("price_per_hour", "max_cost"):
+            self.require(name, getattr(self, name) is None or getattr(self, name) > 0, "must be positive")
+        priced = self.price_per_hour is not None
+        self.require("instance", self.instance is None or not priced, "means nothing with --price-per-hour")
+        self.require("spot", not self.spot or self.instance is not None, "means nothing without --instance")
+        has_price = priced or self.instance is not None
+        self.require("max_cost", self.max_cost is None or has_price, "needs --price-per-hour or --instance")
         if self.run_name is not None:
             ok = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}", self.run_name) is not None
             self.require("run_name", ok, "must be one folder name of at most 200 letters, digits and _ . + -")
@@ -95,6 +110,7 @@ FLOAT32_MAX = 3.4e38
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
 RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer"}
+RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost"}
 IN_THE_NAME = {"env_id", "seed"}
 
 
@@ -180,6 +196,8 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(os.EX_TEMPFAIL)
+    except LimitReached:
+        sys.exit(3)
     except (FloatingPointError, SaveError, WorkerError) as error:
         print("error:", error, file=sys.stderr)
         sys.exit(1)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from common.errors import Interrupted, SaveError, UsageError
+from common.errors import Interrupted, LimitReached, SaveError, UsageError
 from common.files import replacing, sync
 
 FORMAT = 1
@@ -33,6 +33,7 @@ SHA256_DIGITS = 64
 # Entries that belong to the process and not to the training: two checkpoints of one step may differ in them.
 OF_THE_PROCESS = ("clock", "events")
 RETRY = 60.0  # seconds after a save that failed
+LEAVING = 1.0  # seconds from a save to the end of the process, at most
 ROLLING, KEPT, BEST = "step-{:012d}.pt", "keep-{:012d}.pt", "best.pt"
 
 
@@ -145,6 +146,7 @@ class Checkpoints:
     Raises:
         UsageError: no good checkpoint among those that are there, or one that does not fit this command.
         Interrupted: a signal came while the state was being restored.
+        LimitReached: all that may be spent was spent before.
     """
 
     def __init__(self, run: Any, state: dict[str, Any], signals: Any) -> None:
@@ -162,6 +164,9 @@ class Checkpoints:
 
         path, content, damaged = self._find()
         notes = self._check(path, content) if path else []
+        self._save_seconds = self._boundary_seconds = 0.0  # what the last save took, and the last boundary's work
+        if path and run.clock.exceeds():
+            raise LimitReached(self._limit(path))
         own = path is not None and path.parent == self.folder
         if path:
             run.progress.load_state_dict(content["progress"])  # for status.json, from the start of the restore on
@@ -187,6 +192,7 @@ class Checkpoints:
             run.ready(f"resumed at step {run.progress.global_step:,} from {path}")
         else:
             run.ready()
+        self._boundary_at = time.perf_counter()
 
     def _owners(self, attribute: str) -> list[Any]:
         return [owner for owner in self.state.values() if hasattr(owner, attribute)]
@@ -292,11 +298,15 @@ class Checkpoints:
                 raise UsageError(f"--runs-dir: cannot save a checkpoint into {self.folder}: {error.strerror}") from None
         elif self._is_due():
             self._try_to_write()
-        self.stop_if_asked()
+        # what would come until the next boundary is not worth beginning if the money ends before
+        now = time.perf_counter()
+        self._boundary_seconds, self._boundary_at = now - self._boundary_at, now
+        self.stop_if_asked(self._boundary_seconds)
 
     def between_steps(self) -> None:
         """As `boundary`, for loops that can stop after each step, where nothing is on the way: nothing is copied."""
-        if self._saved_at is None or self.signals.asked or self._is_due():
+        if self._saved_at is None or self.signals.asked or self._is_due() or self.run.clock.exceeds(self._reserve()):
+            self._boundary_at = time.perf_counter()  # a step's work is next to nothing
             self.boundary()
             self.snapshot = None  # the next step changes what it holds
 
@@ -311,18 +321,31 @@ class Checkpoints:
     def _multiples(self, step: int) -> int:
         return step // self.args.keep_every if self.args.keep_every else 0
 
-    def stop_if_asked(self) -> None:
-        """Look whether a signal came. If so, save the last boundary's state and leave.
+    def stop_if_asked(self, work: float = 0.0) -> None:
+        """Look whether a signal came, or the money ends within so many seconds of `work` and a save. If so, save the
+        last boundary's state and leave.
 
         Raises:
-            Interrupted: a good checkpoint is on the disk.
+            Interrupted, LimitReached: a good checkpoint is on the disk.
             OSError: none could be written, and there is none.
         """
-        if self.signals.asked is None or self.snapshot is None:
+        at_limit = self.run.clock.exceeds(self._reserve() + work)
+        if not (self.signals.asked or at_limit) or self.snapshot is None:
             return
         if self.last is None or step_of(self.last) < self.snapshot["progress"]["global_step"]:
             self._try_to_write()
+        if self.signals.asked is None:
+            raise LimitReached(self._limit(self.last))
         raise Interrupted(f"interrupted by {self.signals.asked}: {self.last} is saved, {self._goes_on()}")
+
+    def _reserve(self) -> float:
+        """Seconds for one more save and the way out."""
+        return 2 * self._save_seconds + LEAVING
+
+    def _limit(self, path: Path) -> str:
+        clock = self.run.clock
+        spent = f"${clock.dollars():,.4f} of --max-cost {clock.max_cost:g} spent"
+        return f"stopped at the limit, {spent}: {path} is saved, the same command with a higher one goes on from there"
 
     def _rescue(self) -> None:
         """After an error that is no fault of the state: save the last boundary's if it is not on the disk."""
@@ -363,6 +386,7 @@ class Checkpoints:
             FloatingPointError: a network holds infinities or NaNs.
             OSError
         """
+        began = time.perf_counter()
         progress = self.snapshot["progress"]
         step = progress["global_step"]
         for name, owner in self.state.items():
@@ -400,6 +424,7 @@ class Checkpoints:
             file.write(packed)
         self.last = self.run.last_checkpoint = path
         self._saved_at, self._failed = time.perf_counter(), False
+        self._save_seconds = self._saved_at - began
         self._name(path, about)
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
         for old in rolling[self.args.keep_checkpoints :]:

@@ -9,6 +9,10 @@ class Interrupted(Exception):
     """Stopped by a signal, a good checkpoint is on the disk: one line, exit status 75 (EX_TEMPFAIL of sysexits.h)."""
 
 
+class LimitReached(Exception):
+    """Stopped by a limit such as --max-cost, a good checkpoint is on the disk: one line, exit status 3."""
+
+
 class SaveError(Exception):
     """The end of a run could not be saved: one line, exit status 1."""
 

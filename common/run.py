@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar, text
 
-from common.errors import Interrupted, SaveError, UsageError, WorkerError
+from common.errors import Interrupted, LimitReached, SaveError, UsageError, WorkerError
 from common.files import read_json, replacing, write_json
 
 # seconds
@@ -52,28 +51,6 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state, returns=deque(state["returns"], maxlen=100), scalars=dict(state["scalars"]))
-
-
-class Clock:
-    """Seconds that all processes of a run have lived, also those that were killed and whose work was done again.
-
-    The time between a process's end and the next one's start is in none of them.
-    """
-
-    def __init__(self, script: str) -> None:
-        self.before = 0.0
-        self.since = time.perf_counter()
-        if Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem == script:  # its imports cost money too
-            self.since -= time.time() - psutil.Process().create_time()
-
-    def seconds(self) -> float:
-        return self.before + time.perf_counter() - self.since
-
-    def state_dict(self) -> dict[str, float]:
-        return {"seconds": self.seconds()}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.before = max(self.before, state["seconds"])  # the heartbeat knows of later times than the checkpoint
 
 
 class Events:
@@ -167,11 +144,13 @@ class Run:
             made.
     """
 
-    def __init__(self, args: Any, script: str, name: str, total_timesteps: int, config: dict[str, Any]) -> None:
-        self.args, self.script = args, script
+    def __init__(
+        self, args: Any, clock: Any, script: str, name: str, total_timesteps: int, config: dict[str, Any]
+    ) -> None:
+        self.args, self.clock, self.script = args, clock, script
         self.dir = Path(args.runs_dir) / name
         self.total_timesteps = total_timesteps
-        self.progress, self.clock, self.events = Progress(), Clock(script), Events(self.dir)
+        self.progress, self.events = Progress(), Events(self.dir)
         self.terminal = Terminal()
         self.sps: float | None = None
         self.phase = "start"
@@ -203,8 +182,8 @@ class Run:
         self.complete = (self.dir / "summary.json").exists()
         remains = [path for path in self.dir.glob("checkpoints/*") if path.suffix != ".tmp"]
         self.had_checkpoint = bool(remains) or status.get("last_checkpoint") is not None
-        seconds = status.get("seconds")
-        self.clock.before = float(seconds) if isinstance(seconds, int | float) else 0.0
+        with contextlib.suppress(KeyError, TypeError):  # the heartbeat knows of later times than a checkpoint
+            self.clock.load_state_dict(status["clock"])
 
     def _refuse_another_run(self, config: dict[str, Any]) -> None:
         script = config.get("script", self.script)
@@ -223,6 +202,8 @@ class Run:
                 self._stop(error)
             elif self._new:
                 self._discard()
+            elif isinstance(error, LimitReached):
+                self.terminal.line(str(error))
         finally:
             os.close(self._lock)
 
@@ -239,8 +220,9 @@ class Run:
             self.events.close()
             self._discard()
             return
-        if isinstance(error, Interrupted):
-            self.set_phase("interrupted")
+        if isinstance(error, Interrupted | LimitReached):
+            self.set_phase("interrupted" if isinstance(error, Interrupted) else "limit")
+            self.terminal.line(self.bill())
             self.terminal.line(str(error))
         elif error is not None:
             if isinstance(error, WorkerError):
@@ -267,6 +249,7 @@ class Run:
         except OSError as error:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
         self.terminal.line(f"run {self.dir}" + (f", the old one is now {self._old}" if self._old else ""))
+        self.terminal.line(self.clock.note)
 
     def ready(self, note: str = "") -> None:
         """The state is restored, or a new one is complete: open the event file, start the clocks of this process."""
@@ -360,7 +343,7 @@ class Run:
         shares = {f"time/{part}": seconds / elapsed for part, seconds in self.laps.items()}
         self.laps = {}
         self.progress.scalars = scalars
-        for tag, value in {**scalars, **(timed or {}), "charts/SPS": self.sps, **shares}.items():
+        for tag, value in {**scalars, **(timed or {}), "charts/SPS": self.sps, **shares, **self.cost()}.items():
             self.events.add(tag, value, global_step)
         self._flush()
         self.tick()
@@ -381,6 +364,30 @@ class Run:
 
     # ---- what others read
 
+    def cost(self) -> dict[str, float]:
+        """As TensorBoard scalars: hours lived, and with a price the dollars so far, those that a million agent steps
+        have cost, and those that the whole run will have cost."""
+        dollars, steps = self.clock.dollars(), self.progress.global_step
+        scalars = {"cost/hours": self.clock.seconds() / 3600}
+        if dollars is not None:
+            scalars["cost/usd"] = dollars
+            if steps:
+                scalars["cost/usd_per_million_steps"] = dollars / steps * 1e6
+            if (left := self.seconds_left()) is not None:
+                scalars["cost/projected_usd"] = self.clock.dollars(left)
+        return scalars
+
+    def bill(self) -> str:
+        """What this run has taken so far, in one line."""
+        dollars, step = self.clock.dollars(), self.progress.global_step
+        words = f"{step:,} steps in {duration(self.clock.seconds())}"
+        if self.sps:
+            words += f", {self.sps:,.0f} steps/s"
+        if dollars is not None:
+            words += f", ${dollars:,.4f} at ${self.clock.dollars_per_hour:,.3f} an hour"
+            words += f", ${dollars / step * 1e6:,.2f} a million steps" if step else ""
+        return words
+
     def seconds_left(self) -> float | None:
         return (self.total_timesteps - self.progress.global_step) / self.sps if self.sps else None
 
@@ -389,8 +396,14 @@ class Run:
         return (
             f"step {step:,}/{self.total_timesteps:,} ({step / self.total_timesteps:.1%})"
             f"  return {'-' if mean is None else f'{mean:.2f}'}  SPS {f'{self.sps:,.0f}' if self.sps else '-'}"
-            f"  left {'-' if left is None else duration(left)}"
+            f"  left {'-' if left is None else duration(left)}{self._money(left)}"
         )
+
+    def _money(self, seconds_left: float | None) -> str:
+        if (dollars := self.clock.dollars()) is None:
+            return ""
+        whole = "" if seconds_left is None else f" of {self.clock.dollars(seconds_left):,.2f}"
+        return f"  ${dollars:,.2f}{whole}"
 
     def results(self) -> dict[str, Any]:
         return {
@@ -401,6 +414,8 @@ class Run:
             "mean_return": self.mean_return(),
             "sps": self.sps,
             "seconds": self.clock.seconds(),
+            **{tag.removeprefix("cost/"): value for tag, value in self.cost().items() if "usd" in tag},
+            "price_per_hour": self.clock.dollars_per_hour,
             "written_at": time.time(),
         }
 
@@ -413,6 +428,7 @@ class Run:
             "pid": os.getpid(),
             **self.results(),
             "seconds_left": self.seconds_left() if training else None,
+            "clock": self.clock.state_dict(),
             "resumed_from": self.resumed_from,
             "last_checkpoint": self.last_checkpoint and str(self.last_checkpoint),
         }
@@ -445,7 +461,8 @@ class Run:
             raise SaveError(f"cannot write {self.dir / 'summary.json'}: {error.strerror}") from None
         self.set_phase("complete")
         self.terminal.progress(self.progress_line())
-        self.terminal.line(f"complete in {duration(summary['seconds'])}: {self.dir}")
+        self.terminal.line(f"complete: {self.dir}")
+        self.terminal.line(self.bill())
         return summary
 
     def summary(self) -> dict[str, Any]:

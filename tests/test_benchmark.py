@@ -8,13 +8,15 @@ import pytest
 from conftest import ROOT, run_script
 
 from common.args import SharedArgs
+from common.cost import Clock
 from common.run import Run
 
 CONFIG = {"args": {}, "device": "cpu", "amp_dtype": ""}
 
 
 def run_with_games(runs_dir, games):
-    with Run(SharedArgs(runs_dir=str(runs_dir)), "script", "a", 1000, CONFIG) as run:
+    args = SharedArgs(runs_dir=str(runs_dir))
+    with Run(args, Clock(args, "script"), "script", "a", 1000, CONFIG) as run:
         run.start()
         run.ready()
         for step, value in games:

@@ -13,6 +13,7 @@ from conftest import ROOT, read_scalars
 
 import common.run
 from common.args import SharedArgs, default_run_name
+from common.cost import Clock
 from common.errors import UsageError
 from common.files import replacing, write_json
 from common.run import Run, Terminal, duration
@@ -22,7 +23,7 @@ CONFIG = {"args": {"seed": 1}, "device": "cpu", "amp_dtype": "torch.float32"}
 
 def claim_run(runs_dir, name: str = "a", total_timesteps: int = 1000, **flags) -> Run:
     args = SharedArgs(runs_dir=str(runs_dir), **flags)
-    return Run(args, "script", name, total_timesteps, {**CONFIG, "args": vars(args)})
+    return Run(args, Clock(args, "script"), "script", name, total_timesteps, {**CONFIG, "args": vars(args)})
 
 
 def make_run(runs_dir, **kwargs) -> Run:
@@ -182,8 +183,10 @@ def test_of_many_starts_at_once_exactly_one_gets_the_folder(tmp_path):
 HOLDER = """
 import sys; sys.path.insert(0, {root!r})
 from common.args import SharedArgs
+from common.cost import Clock
 from common.run import Run
-with Run(SharedArgs(runs_dir={runs!r}), "script", "a", 100, {{"device": "cpu", "amp_dtype": "", "args": {{}}}}) as run:
+args = SharedArgs(runs_dir={runs!r})
+with Run(args, Clock(args, "script"), "script", "a", 100, {{"device": "cpu", "amp_dtype": "", "args": {{}}}}) as run:
     run.start()
     run.ready()
     print("held", flush=True)
