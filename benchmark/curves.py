@@ -1,72 +1,157 @@
-"""Draw return against agent steps for runs, read from their event files.
+"""Draw the return of runs against agent steps, hours and dollars, read from their event files.
 
     python benchmark/curves.py runs/BREAKOUT_RUN --reference benchmark/results/CleanRL_ppo_atari.csv
 
-Each point is the mean return of the games that ended in one window of steps. A reference is a CSV file of such points.
+Runs of one environment, script and flags that differ in their seeds are one line, their mean, in a band from the lowest
+to the highest. Each point is the mean return of the games that ended in one window of steps. Hours are those that the
+run's processes have lived, work that was done twice included; dollars are what the run counted itself, or hours times
+`--price-per-hour`. A reference is a CSV file of points by steps.
 """
 
 import argparse
 import csv
+import json
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib as mpl
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+try:
+    import matplotlib as mpl
+except ImportError:
+    raise SystemExit("error: pictures need matplotlib: pip install -r requirements.txt") from None
 
 mpl.use("Agg")  # draws to files, without a screen
 
 import matplotlib.pyplot as plt
-import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-Curve = tuple[np.ndarray, np.ndarray]  # middles of the windows (agent steps), mean returns
 
 
-def read_run(folder: Path, window: int) -> Curve:
+@dataclass
+class Curve:
+    """Points of one run, `[P]` each."""
+
+    steps: np.ndarray  # the middle of each window, agent steps
+    returns: np.ndarray  # mean return of the games that ended in it
+    hours: np.ndarray | None  # at those steps; None where a run logged no time
+    dollars: np.ndarray | None
+
+
+def read_run(folder: Path, window: int, price_per_hour: float | None = None) -> Curve:
     """Raises SystemExit with one line if the folder holds no finished game."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    if "charts/episodic_return" not in events.Tags()["scalars"]:
+    tags = events.Tags()["scalars"]
+    if "charts/episodic_return" not in tags:
         raise SystemExit(f"error: {folder} holds no finished game")
     games = np.array([(event.step, event.value) for event in events.Scalars("charts/episodic_return")])
     # a game that ends on the last step of a window belongs to it
     windows = (games[:, 0] - 1) // window
     numbers = np.unique(windows)
     means = np.array([games[windows == number, 1].mean() for number in numbers])
-    return (numbers + 0.5) * window, means
+    steps = (numbers + 0.5) * window
+
+    def at_steps(tag: str) -> np.ndarray | None:
+        if tag not in tags:
+            return None
+        points = [(event.step, event.value) for event in events.Scalars(tag)]
+        return np.interp(steps, *zip((0, 0.0), *points, strict=True))
+
+    hours = at_steps("cost/hours")
+    dollars = at_steps("cost/usd") if price_per_hour is None else None if hours is None else hours * price_per_hour
+    return Curve(steps, means, hours, dollars)
 
 
 def read_reference(path: Path) -> Curve:
-    with open(path) as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    middles = [(float(row["first_step"]) + float(row["last_step"])) / 2 for row in rows]
-    return np.array(middles), np.array([float(row["mean_return"]) for row in rows])
+    """Raises SystemExit with one line if the file holds no points."""
+    try:
+        with open(path) as file:
+            rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+        middles = [(float(row["first_step"]) + float(row["last_step"])) / 2 for row in rows]
+        return Curve(np.array(middles), np.array([float(row["mean_return"]) for row in rows]), None, None)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise SystemExit(f"error: {path} holds no points first_step, last_step, mean_return: {error!r}") from None
+
+
+def group_of(run: Path) -> tuple[str, str]:
+    """What runs that differ only in their seeds have in common, and a name for it."""
+    try:
+        config = json.loads((run / "config.json").read_text())
+        flags = {name: value for name, value in config["args"].items() if name not in NOT_THE_TASK}
+        return json.dumps([config["script"], flags], sort_keys=True), f"{flags['env_id']} {config['script']}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return str(run), run.name
+
+
+NOT_THE_TASK = {"seed", "run_name", "runs_dir", "resume", "device", "checkpoint_minutes", "keep_checkpoints"}
+NOT_THE_TASK |= {"keep_every", "price_per_hour", "instance", "spot", "max_cost"}
+
+
+def band(curves: list[Curve], x: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, lowest and highest return of several runs where all of them have points, `[P]` each."""
+    axes = [getattr(curve, x) for curve in curves]
+    grid = axes[0]
+    grid = grid[(grid >= max(axis[0] for axis in axes)) & (grid <= min(axis[-1] for axis in axes))]
+    returns = np.array([np.interp(grid, axis, curve.returns) for axis, curve in zip(axes, curves, strict=True)])
+    return grid, returns.mean(0), returns.min(0), returns.max(0)
+
+
+AXES = {"steps": ("agent steps (millions)", 1e-6), "hours": ("hours", 1.0), "dollars": ("US dollars", 1.0)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
-    parser.add_argument("--labels", nargs="+", help="one a run; by default the folders' names")
+    parser.add_argument("--labels", nargs="+", help="one a line in the picture")
     parser.add_argument("--reference", type=Path, nargs="*", default=[], help="CSV files")
     parser.add_argument("--window", type=int, default=50_000, help="agent steps a point")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars, instead of what the runs counted")
     parser.add_argument("--title", default="")
     parser.add_argument("--out", type=Path, default=Path("curves.png"))
     args = parser.parse_args()
-    labels = args.labels or [run.name for run in args.runs]
-    if len(labels) != len(args.runs):
-        parser.error(f"{len(args.runs)} runs need as many labels, got {len(labels)}")
+    if args.window < 1 or (args.price_per_hour is not None and not 0 < args.price_per_hour < float("inf")):
+        parser.error("--window and --price-per-hour must be positive")
+    groups: dict[str, list[Path]] = defaultdict(list)
+    names = {}
+    for run in args.runs:
+        key, name = group_of(run)
+        groups[key].append(run)
+        names[key] = run.name if len(groups[key]) == 1 else f"{name}, {len(groups[key])} seeds"
+    labels = args.labels or list(names.values())
+    if len(labels) != len(groups):
+        parser.error(f"{len(groups)} lines need as many labels, got {len(labels)}")
 
-    curves = [read_run(run, args.window) for run in args.runs]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for label, (steps, returns) in zip(labels, curves, strict=True):
-        axes.plot(steps / 1e6, returns, linewidth=2, label=label)
-        points = "  ".join(f"{step:.0f} {value:.2f}" for step, value in zip(steps, returns, strict=True))
-        print(f"{label}: {points}")
-    for path in args.reference:
-        steps, returns = read_reference(path)
-        axes.plot(steps / 1e6, returns, "--", color="black", linewidth=1.5, label=path.stem.replace("_", " "))
-    axes.set(xlabel="agent steps (millions)", ylabel="mean return of whole games", title=args.title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(args.out, dpi=130)
+    lines = [[read_run(run, args.window, args.price_per_hour) for run in group] for group in groups.values()]
+    references = {path: read_reference(path) for path in args.reference}
+    used = [x for x in AXES if any(all(getattr(curve, x) is not None for curve in curves) for curves in lines)]
+    figure, panels = plt.subplots(
+        1, len(used), figsize=(3 + 5 * len(used), 4.5), layout="constrained", sharey=True, squeeze=False
+    )
+    for x, axes in zip(used, panels[0], strict=True):
+        for label, curves in zip(labels, lines, strict=True):
+            if any(getattr(curve, x) is None for curve in curves):
+                axes.plot([], [])  # the next line keeps its colour
+                continue
+            grid, mean, low, high = band(curves, x)
+            (line,) = axes.plot(grid * AXES[x][1], mean, linewidth=2, label=label)
+            if len(curves) > 1:
+                axes.fill_between(grid * AXES[x][1], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            if x == "steps":
+                points = "  ".join(f"{step:.0f} {value:.2f}" for step, value in zip(grid, mean, strict=True))
+                print(f"{label}: {points}")
+        if x == "steps":
+            for path, curve in references.items():
+                name = path.stem.replace("_", " ")
+                axes.plot(curve.steps / 1e6, curve.returns, "--", color="black", linewidth=1.5, label=name)
+        axes.set(xlabel=AXES[x][0])
+        axes.grid(alpha=0.3)
+    panels[0, 0].set(ylabel="mean return of whole games", title=args.title)
+    panels[0, 0].legend()
+    try:
+        figure.savefig(args.out, dpi=130)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: cannot write {args.out}: {error}") from None
     print(f"written to {args.out}")
 
 

@@ -214,7 +214,8 @@ def test_time_is_charged_for_work_done_twice_and_not_for_the_time_switched_off(t
         training.iterate(1)
         training.run.clock.before = 100.0  # as if it had trained so long since
     status = tmp_path / "a" / "status.json"
-    content = json.loads(status.read_text()) | {"seconds": 160.0}  # the last sign of life before a SIGKILL
+    content = json.loads(status.read_text())
+    content["clock"]["seconds"] = 160.0  # the last sign of life before a SIGKILL
     status.write_text(json.dumps(content))
     os.utime(status, (1, 1))
     with Training(tmp_path) as training:
