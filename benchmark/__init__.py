@@ -1,0 +1,1 @@
+"""Programs that measure; each starts the training scripts as processes."""

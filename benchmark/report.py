@@ -440,8 +440,8 @@ def main() -> None:
         parser.error("no result file that can be used")
     try:
         prices = read_prices(PRICES)
-        powers = [one.largest("power_w") for one in found[0].settings.values()]
-        money = money_of(args, prices, max((power for power in powers if power), default=None))
+        powers = [power for one in found[0].settings.values() if (power := one.largest("power_w"))]
+        money = money_of(args, prices, max(powers, default=None))
         build(found, args.out, prices, args.frames, money)
     except UsageError as error:
         parser.error(str(error))

@@ -229,7 +229,7 @@ def main() -> int:
         parser.error(f"--out: cannot write into {args.out}")
     try:
         prices = read_prices(PRICES)
-        money = money_of(args, prices)
+        money_of(args, prices)  # refused before anything runs
     except UsageError as error:
         parser.error(str(error))
 
@@ -270,6 +270,8 @@ def main() -> int:
     path = args.out / "result.json"
     write_json(path, content)
     print(f"written to {path}")
+    powers = [one["power_w"] for program in chosen for one in program.rounds if one.get("power_w")]
+    money = money_of(args, prices, max(powers, default=None))
     build([parse(content), *others(args.out)], args.out, prices, args.frames, money)
     return 1 if any(program.error for program in chosen) else 0
 

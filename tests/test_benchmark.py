@@ -1,12 +1,12 @@
 """The programs in benchmark/: what they compute from runs, and that they run whole."""
 
 import json
-import subprocess
-import sys
+import time
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import run_script
 
+from benchmark import curves
 from common.args import SharedArgs
 from common.cost import Clock
 from common.run import Run
@@ -14,9 +14,13 @@ from common.run import Run
 CONFIG = {"args": {}, "device": "cpu", "amp_dtype": ""}
 
 
+def run_arguments(runs_dir, **flags):
+    args = SharedArgs(runs_dir=str(runs_dir), **flags)
+    return args, Clock(args, "script"), "script", "a", 1000, CONFIG
+
+
 def run_with_games(runs_dir, games):
-    args = SharedArgs(runs_dir=str(runs_dir))
-    with Run(args, Clock(args, "script"), "script", "a", 1000, CONFIG) as run:
+    with Run(*run_arguments(runs_dir)) as run:
         run.start()
         run.ready()
         for step, value in games:
@@ -37,69 +41,40 @@ def test_curves_average_the_games_of_each_window_and_draw_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_curves_of_several_seeds_are_a_mean_in_a_band_against_steps_hours_and_dollars(tmp_path):
+    for seed, value in ((1, 10.0), (2, 30.0)):
+        run = run_with_games(tmp_path / str(seed), [(100, value), (200, value + 2)])
+        args = {"env_id": "Hopper-v5", "seed": seed, "runs_dir": str(seed), "price_per_hour": None}
+        (run / "config.json").write_text(json.dumps({"script": "ppo_continuous", "args": args}))
+    runs = [str(tmp_path / str(seed) / "a") for seed in (1, 2)]
+    flags = ["--window", "100", "--out", str(tmp_path / "curves.png")]
+    done = run_script("benchmark/curves.py", *runs, *flags, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Hopper-v5 ppo_continuous, 2 seeds: 50 20.00  150 22.00" in done.stdout
+
+    curve = curves.read_run(tmp_path / "1" / "a", 100, price_per_hour=2.0)
+    assert curve.hours is None, "a run that logged no time"
+    with Run(*run_arguments(tmp_path / "timed", price_per_hour=3600.0)) as run:
+        run.start()
+        run.ready()
+        for step, seconds in ((100, 50.0), (200, 150.0)):
+            run.clock.since = time.perf_counter() - seconds
+            run.progress.global_step = step
+            run.log_episodes({"_episode": [True], "episode": {"r": [1.0], "l": [3]}})
+            run.log_iteration({})
+    curve = curves.read_run(tmp_path / "timed" / "a", 100)
+    assert curve.hours.tolist() == pytest.approx([25 / 3600, 100 / 3600], rel=0.02)
+    assert curve.dollars.tolist() == pytest.approx([25, 100], rel=0.02)
+    assert curves.read_run(tmp_path / "timed" / "a", 100, 7200.0).dollars.tolist() == pytest.approx([50, 200], rel=0.02)
+    grid, mean, low, high = curves.band([curve, curves.read_run(tmp_path / "2" / "a", 100)], "steps")
+    assert (grid.tolist(), mean.tolist(), low.tolist(), high.tolist()) == ([50, 150], [15.5, 16.5], [1, 1], [30, 32])
+
+
 def test_curves_of_a_run_without_games_end_with_one_line(tmp_path):
     done = run_script("benchmark/curves.py", str(run_with_games(tmp_path, [])), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("holds no finished game")
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--steps", "1024"], ["--json", "/nowhere/at/all.json"]])
-def test_the_benchmark_refuses_what_it_cannot_do(flags, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "benchmark")
-    import run as benchmark
-
-    monkeypatch.setattr(sys, "argv", ["run.py", *flags])
-    with pytest.raises(SystemExit, match="2"):
-        benchmark.main()
-    assert flags[0] in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "env_id", "peers"),
-    [
-        ("ppo_atari", "BreakoutNoFrameskip-v4", ("sb3_ppo_atari", "floor")),
-        ("ppo_continuous", "HalfCheetah-v5", ("sb3_ppo_continuous", "floor_continuous")),
-    ],
-)
-def test_the_benchmark_measures_prints_its_commands_and_writes_json(tmp_path, script, env_id, peers):
-    out = tmp_path / "speed.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmark" / "run.py"),
-        "--rounds",
-        "1",
-        "--scripts",
-        script,
-        "--steps",
-        "4096",
-        "--json",
-        str(out),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    for program in (f"{script}.py", *(f"benchmark/{peer}.py" for peer in peers)):
-        assert f"$ python {program} --env-id {env_id}" in done.stdout
-    result = json.loads(out.read_text())
-    (one,) = result["scripts"][script]["rounds"]
-    assert all(one[name]["sps"] > 10 for name in ("ours", "sb3", "floor"))
-    figures = result["scripts"][script]["figures"]
-    assert figures["ours_over_sb3"]["median"] == pytest.approx(one["ours"]["sps"] / one["sb3"]["sps"])
-    assert figures["ours_over_floor"]["median"] == pytest.approx(one["ours"]["sps"] / one["floor"]["sps"])
-    if script == "ppo_atari":
-        in_turn = one["ours"]["sps"] / one["floor"]["sps_in_turn"]
-        assert figures["ours_over_floor_in_turn"]["median"] == pytest.approx(in_turn)
-    assert result["machine"]["cores"] >= 1
-
-
-def test_a_program_that_fails_half_way_shows_its_error(tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmark")
-    import run as benchmark
-
-    with pytest.raises(SystemExit, match="ended with status 2"):
-        benchmark.run(["ppo_atari.py", "--num-envs", "0"], tmp_path)
-    assert "--num-envs 0: must be positive" in capsys.readouterr().err
 
 
 def test_scores_of_several_seeds_are_one_line_of_the_table_and_one_curve(tmp_path):
