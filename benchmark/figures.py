@@ -30,7 +30,7 @@ class Number:
         if self.value is None:
             return "unknown"
         text = f"{self.prefix}{self.value:,.{self.digits}f}{self.unit}"
-        return f"{text} +-{self.error:.0%}" if self.error is not None else text
+        return f"{text} ±{self.error:.0%}" if self.error is not None else text
 
     def markdown(self) -> str:
         if self.value is None:
