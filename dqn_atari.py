@@ -42,7 +42,7 @@ class Args(SharedArgs):
     env_id: str = "BreakoutNoFrameskip-v4"
     """gymnasium id of an Atari game"""
     total_timesteps: int = 10_000_000
-    """agent steps, all environments together; a frame skip of 4 makes it four times as many frames"""
+    """agent steps, all environments together, as many as are whole; times 4 in frames"""
     learning_rate: float = 1e-4
     """of Adam"""
     num_envs: int = 8
@@ -90,6 +90,8 @@ class Args(SharedArgs):
         self.require_positive("train_frequency", "n_step")
         for name in ("gamma", "start_e", "end_e", "exploration_fraction", "priority_alpha", "priority_beta"):
             self.require(name, 0 <= getattr(self, name) <= 1, "must be 0 to 1")
+        plain = self.prioritized or self.priority_alpha == type(self).priority_alpha
+        self.require("priority_alpha", plain, "means nothing without --prioritized")
         self.require("tau", 0 < self.tau <= 1, "must be above 0, at most 1")
         self.require("learning_starts", self.learning_starts >= 0, "must not be negative")
         steps = self.buffer_size // self.num_envs
@@ -302,6 +304,7 @@ def train(args: Args) -> dict[str, Any]:
     buffer_device = choose_buffer_device(args.buffer_device, device, needed, free_memory(device))
     memory = Storage(args.num_envs, args.buffer_size)
     require_memory(cpu, args.num_envs * 2 * 2**20, f"--num-envs {args.num_envs}: as many emulators")
+    require_memory(device, args.batch_size * 2**20, f"--batch-size {args.batch_size}")
     envs = AtariEnvs(args.env_id, args.num_envs)
     monitor = Monitor(device)
 
@@ -413,7 +416,8 @@ def train(args: Args) -> dict[str, Any]:
             run.lap("learning")
 
             # --- logging
-            if multiples(LOG_STEPS, progress.global_step - args.num_envs, progress.global_step):
+            points = multiples(LOG_STEPS, progress.global_step - args.num_envs, progress.global_step)
+            if points or progress.global_step == total_timesteps:
                 scalars = {"charts/epsilon": epsilon}
                 if losses.count:
                     scalars |= {f"losses/{name}": x for name, x in zip(LOSSES, losses.take(), strict=True)}

@@ -37,7 +37,7 @@ class Args(SharedArgs):
     env_id: str = "BreakoutNoFrameskip-v4"
     """gymnasium id of an Atari game"""
     total_timesteps: int = 10_000_000
-    """agent steps, all environments together; a frame skip of 4 makes it four times as many frames"""
+    """agent steps, all environments together, as many as whole rollouts have; times 4 in frames"""
     learning_rate: float = 2.5e-4
     """of Adam"""
     num_envs: int = 8

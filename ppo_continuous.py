@@ -42,7 +42,7 @@ class Args(SharedArgs):
     env_id: str = "HalfCheetah-v5"
     """gymnasium id of an environment with flat continuous observations and actions"""
     total_timesteps: int = 1_000_000
-    """agent steps, all environments together"""
+    """agent steps, all environments together, as many as whole rollouts have"""
     learning_rate: float = 3e-4
     """of Adam"""
     num_envs: int = 1

@@ -86,7 +86,8 @@ def unpack(packed: bytes | bytearray) -> dict[str, Any]:
     """
     body, digest = memoryview(packed)[:-SHA256_DIGITS], bytes(packed[-SHA256_DIGITS:])
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise Damaged("its checksum is wrong")
+        whole = packed[:2] == b"PK" and packed[-SHA256_DIGITS:].isalnum()
+        raise Damaged("its checksum is wrong" if whole else "it is no checkpoint, or no whole one")
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
 
 
@@ -166,7 +167,7 @@ class Checkpoints:
         notes = self._check(path, content) if path else []
         self._save_seconds = self._boundary_seconds = 0.0  # what the last save took, and the last boundary's work
         if path and run.clock.exceeds():
-            raise LimitReached(self._limit(path))
+            raise LimitReached(self._limit(f"{path} is saved"))
         own = path is not None and path.parent == self.folder
         if path:
             run.progress.load_state_dict(content["progress"])  # for status.json, from the start of the restore on
@@ -232,14 +233,14 @@ class Checkpoints:
         about, machine = content["about"], self.run.machine
         if about["script"] != self.run.script:
             raise UsageError(f"{path} is a checkpoint of {about['script']}.py, not of {self.run.script}.py")
-        missing = self.state.keys() - content.keys()
-        if missing:
-            raise UsageError(f"{path} holds no {', '.join(sorted(missing))}: another version wrote it")
         lines = []
         for name, now, was in self.args.changed(about["args"]):
             if name in self.args.FIXED:
                 raise UsageError(f"{now}: {path} has {was}, which can't be changed on the way")
             lines.append(f"{now} from here on, {was} before")
+        missing = self.state.keys() - content.keys()
+        if missing:
+            raise UsageError(f"{path} holds no {', '.join(sorted(missing))}: another version wrote it")
         if path.parent != self.folder and about["global_step"] >= self.run.total_timesteps:
             raise UsageError(f"--total-timesteps {self.args.total_timesteps}: {path} is at step {about['global_step']}")
         changed = [
@@ -327,25 +328,31 @@ class Checkpoints:
 
         Raises:
             Interrupted, LimitReached: a good checkpoint is on the disk.
+            SaveError: none could be written, and the last one is gone.
             OSError: none could be written, and there is none.
         """
         at_limit = self.run.clock.exceeds(self._reserve() + work)
         if not (self.signals.asked or at_limit) or self.snapshot is None:
             return
-        if self.last is None or step_of(self.last) < self.snapshot["progress"]["global_step"]:
+        now = self.snapshot["progress"]["global_step"]
+        if self.last is None or step_of(self.last) < now:
             self._try_to_write()
+        if not self.last.exists():
+            raise SaveError(f"step {now:,} could not be saved, and {self.last} is gone")
+        saved = step_of(self.last)
+        how = f"{self.last} is saved" if saved == now else f"only {self.last} is saved, not step {now:,}"
         if self.signals.asked is None:
-            raise LimitReached(self._limit(self.last))
-        raise Interrupted(f"interrupted by {self.signals.asked}: {self.last} is saved, {self._goes_on()}")
+            raise LimitReached(self._limit(how))
+        raise Interrupted(f"interrupted by {self.signals.asked}: {how}, {self._goes_on()}")
 
     def _reserve(self) -> float:
         """Seconds for one more save and the way out."""
         return 2 * self._save_seconds + LEAVING
 
-    def _limit(self, path: Path) -> str:
+    def _limit(self, how: str) -> str:
         clock = self.run.clock
         spent = f"${clock.dollars():,.4f} of --max-cost {clock.max_cost:g} spent"
-        return f"stopped at the limit, {spent}: {path} is saved, the same command with a higher one goes on from there"
+        return f"stopped at the limit, {spent}: {how}, the same command with a higher one goes on from there"
 
     def _rescue(self) -> None:
         """After an error that is no fault of the state: save the last boundary's if it is not on the disk."""
@@ -415,6 +422,7 @@ class Checkpoints:
         packed = pack({"about": about, **self.snapshot, **process})
         if self.last is None:
             unpack(packed)  # what can't be read back is better found now than after the loss of the machine
+            self._warn_of_full_disk(len(packed))
         if not self.folder.exists():
             self.folder.mkdir()
             sync(self.run.dir)
@@ -430,6 +438,15 @@ class Checkpoints:
         for old in rolling[self.args.keep_checkpoints :]:
             old.unlink(missing_ok=True)
         self.run.set_phase(phase)
+
+    def _warn_of_full_disk(self, size: int) -> None:
+        """The first checkpoint has no optimiser's averages yet: later ones are up to three times as large."""
+        free, needed = shutil.disk_usage(self.run.dir).free, 3 * size * (self.args.keep_checkpoints + 2)
+        if free < needed:
+            self.run.terminal.line(
+                f"{free / 2**20:,.0f} MiB of disk are free below {self.run.dir}, checkpoints will need "
+                f"{needed / 2**20:,.0f}: make room, or what is trained can't be saved"
+            )
 
     def _name(self, path: Path, about: dict[str, Any]) -> None:
         """Give a checkpoint the names of the best one, and of one that is kept for good, if it is."""

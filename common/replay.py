@@ -69,7 +69,7 @@ def require_room(transitions: int, num_envs: int, free: int, what: str) -> None:
         fits -= 1000
     advice = f"--buffer-size {fits} would fit" if fits > 0 else "none would fit"
     raise UsageError(
-        f"--buffer-size {transitions} needs {needed / 1e9:.2f} GB of {what}, {free / 1e9:.2f} GB are free: {advice}"
+        f"--buffer-size {transitions} needs {needed / 1e9:.3g} GB of {what}, {free / 1e9:.3g} GB are free: {advice}"
     )
 
 
@@ -339,7 +339,7 @@ class Storage:
                 for entry in entries:
                     found.update(entry.data)
             if found.hexdigest() != state["segments"].get(number):
-                return f"in {self.source} is damaged or newer than the checkpoint, as that of those kept for good is"
+                return f"in {self.source} is damaged, lost, or newer than the checkpoint"
             if self.source != self.folder:
                 for array, entries in zip(self.arrays.values(), read, strict=True):
                     array[slots].view(np.uint8).reshape(entries.shape)[:] = entries

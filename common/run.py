@@ -490,7 +490,8 @@ def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool, Path | None
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
-        raise UsageError(f"--runs-dir: cannot make {folder}: {error.strerror}") from None
+        what = "write into" if folder.exists() else "make"
+        raise UsageError(f"--runs-dir: cannot {what} {folder}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

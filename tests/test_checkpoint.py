@@ -378,10 +378,43 @@ def test_a_stop_on_a_full_disk_leaves_the_last_good_one(tmp_path):
     with Training(tmp_path) as training:
         training.iterate(2)
         training.signals.ask("the test")
-        with FullDisk(200_000), pytest.raises(Interrupted, match=r"step-0+\.pt is saved"):
+        with FullDisk(200_000), pytest.raises(Interrupted, match=r"only .*step-0+\.pt is saved, not step \d\d"):
             training.checkpoints.stop_if_asked()
     with Training(tmp_path) as training:
         assert training.weight() == 0.0
+
+
+def test_a_stop_after_the_folder_is_gone_does_not_say_that_anything_is_saved(tmp_path):
+    with (
+        pytest.raises(SaveError, match=r"could not be saved, and .*step-0+\.pt is gone"),
+        Training(tmp_path) as training,
+    ):
+        training.iterate(2)
+        shutil.rmtree(tmp_path / "a")
+        training.signals.ask("the test")
+        training.checkpoints.stop_if_asked()
+
+
+def test_a_disk_on_which_later_checkpoints_will_not_fit_is_warned_of_at_the_first_one(tmp_path, monkeypatch, capsys):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1_000_000))
+    with Training(tmp_path) as training:
+        training.iterate(2)
+    assert "1 MiB of disk are free below" in capsys.readouterr().out
+    monkeypatch.undo()
+    with Training(tmp_path, name="b") as training:
+        training.iterate(2)
+    assert "of disk are free" not in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_checkpoint_is_called_that_and_not_a_wrong_checksum(tmp_path):
+    weights = tmp_path / "agent.pt"
+    torch.save({}, weights)
+    words = tmp_path / "README.md"
+    words.write_text("# words\n" * 50)
+    for path in (weights, words):
+        with pytest.raises(UsageError, match="it is no checkpoint"), Training(tmp_path, resume=str(path)):
+            pass
 
 
 def test_an_end_that_cannot_be_saved_is_an_error(tmp_path):

@@ -16,7 +16,7 @@ import common.checkpoint
 import dqn_atari
 import drill
 from common.checkpoint import Checkpoints
-from common.errors import Interrupted, SaveError
+from common.errors import Interrupted, SaveError, UsageError
 from common.replay import bytes_needed
 from dqn_atari import Args, Batch, dqn_loss, linear_schedule, multiples, td_targets
 
@@ -481,7 +481,22 @@ BAD = {
     "no such game": (["--env-id", "BreakoutNoFrameskip-v9"], "BreakoutNoFrameskip-v4"),
     "no gpu": (["--buffer-device", "cuda", "--device", "cpu"], "--buffer-device cuda"),
     "a batch of nothing": (["--batch-size", "0"], "--batch-size 0"),
+    "a batch larger than the memory": (["--batch-size", "99999999"], "--batch-size 99999999 needs"),
+    "alpha of nothing": (["--priority-alpha", "0.7"], "means nothing without --prioritized"),
 }
+
+
+def test_the_end_is_a_point_of_the_curves_although_it_is_no_multiple(tmp_path, corridor, monkeypatch):
+    monkeypatch.setattr(dqn_atari, "LOG_STEPS", 64)
+    train(tmp_path, "run", **dict(WRAPS, total_timesteps=100))
+    last = read_scalars(tmp_path / "run")["charts/epsilon"][-1][0]
+    assert last == json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"]
+
+
+def test_priorities_that_a_checkpoint_lacks_are_refused_by_the_flags_name(tmp_path, corridor):
+    train(tmp_path, "plain", **WRAPS)
+    with pytest.raises(UsageError, match=r"--prioritized True: .* has False, which can't be changed on the way"):
+        train(tmp_path, "other", **dict(WRAPS, prioritized=True, resume=str(tmp_path / "plain"), total_timesteps=2000))
 
 
 @pytest.mark.parametrize("case", BAD)
