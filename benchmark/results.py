@@ -85,7 +85,8 @@ class Result:
         """Of the machine, for tables."""
         cores = self.machine["available_cores"]
         gpu = self.machine.get("gpu")
-        return f"{f'{gpu}, ' if gpu else ''}{cores} cores of {self.machine['cpu']}"
+        units = self.machine.get("cpu_capability")
+        return f"{f'{gpu}, ' if gpu else ''}{cores} cores of {self.machine['cpu']}{f' ({units})' if units else ''}"
 
 
 def parse(content: Any) -> Result:

@@ -1,6 +1,8 @@
 """Which GPU, how fast, how many dollars: result files, the audit, the projection, the report."""
 
+import argparse
 import copy
+import datetime
 import json
 import re
 import subprocess
@@ -10,10 +12,10 @@ import pytest
 from conftest import ROOT, run_script
 
 from benchmark import projection, report, results
-from benchmark.audit import audit, read_published
+from benchmark.audit import audit, frames_of, read_published
 from benchmark.figures import KINDS, Number
 from benchmark.projection import Model, calibrate, check
-from common.cost import PRICES, read_prices
+from common.cost import PRICES, age_of, read_prices
 
 # ---- result files whose truth is known
 
@@ -145,6 +147,23 @@ def test_every_result_file_that_is_shipped_can_be_read_and_projected():
     shipped = [results.read(path) for path in files]
     assert any(calibrate(result) for result in shipped)
     assert all(result.measured_on and "platform" not in result.machine for result in shipped)
+
+
+def test_the_report_that_is_shipped_comes_from_the_result_files_that_are_shipped(tmp_path, monkeypatch):
+    shipped = (ROOT / "docs" / "report" / "report.md").read_text()
+    here = ROOT / "benchmark" / "results" / "amd-epyc-avx512-2-cores.json"
+    others = [path for path in sorted(here.parent.glob("*.json")) if path != here]
+    found = [results.read(path) for path in (here, *others)]
+    of_that_day = datetime.date.fromisoformat(found[0].measured_on)
+    monkeypatch.setattr(report, "age_of", lambda row: age_of(row, of_that_day))
+    prices = read_prices(PRICES)
+    frames = frames_of(read_published()[0])
+    files = report.build(found, tmp_path, prices, frames, report.money_of(SHIPPED_WITH, prices))
+    assert {file.name for file in files} == {file.name for file in (ROOT / "docs" / "report").iterdir()}
+    assert (tmp_path / "report.md").read_text() == shipped
+
+
+SHIPPED_WITH = argparse.Namespace(price_per_hour=None, instance=None, spot=False, watts=150.0, price_per_kwh=0.2)
 
 
 # ---- the audit
