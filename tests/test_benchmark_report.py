@@ -163,7 +163,7 @@ def test_the_report_that_is_shipped_comes_from_the_result_files_that_are_shipped
     assert (tmp_path / "report.md").read_text() == shipped
 
 
-SHIPPED_WITH = argparse.Namespace(price_per_hour=None, instance=None, spot=False, watts=150.0, price_per_kwh=0.2)
+SHIPPED_WITH = argparse.Namespace(price_per_hour=None, instance=None, spot=False, watts=None, price_per_kwh=None)
 
 
 # ---- the audit
