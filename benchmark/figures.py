@@ -7,7 +7,7 @@ KINDS = {
     "published": "as others printed it",
     "recomputed": "arithmetic on published figures or prices, nothing run",
     "measured": "on the machine that is named, with this program",
-    "projected": "by the model in projection.py, with the error that it has on settings it has not seen",
+    "projected": "by the model in projection.py, with its error on settings that it has not seen: the least it can be",
 }
 
 
@@ -30,7 +30,7 @@ class Number:
         if self.value is None:
             return "unknown"
         text = f"{self.prefix}{self.value:,.{self.digits}f}{self.unit}"
-        return f"{text} ±{self.error:.0%}" if self.error is not None else text
+        return f"{text} ±{self.error:.0%} or more" if self.error is not None else text
 
     def markdown(self) -> str:
         if self.value is None:
