@@ -538,7 +538,7 @@ def test_a_fallback_within_a_path_is_said_and_leaves_it_alone(tmp_path, capsys):
     before = contents(tmp_path / "a")
     with Training(tmp_path, "b", resume=str(tmp_path / "a")) as training:
         assert training.weight() == 1.0
-    assert f"{newest} is damaged (its checksum is wrong): going on from step-000000000010.pt" in capsys.readouterr().out
+    assert f"{newest} is damaged (it is no checkpoint, or no whole one): going on from" in capsys.readouterr().out
     assert contents(tmp_path / "a") == before
 
 

@@ -14,7 +14,7 @@ from ppo_atari import Agent, Args
 LOSSES = {f"losses/{name}" for name in (*ppo_atari.LOSSES, "explained_variance")}
 TAGS = LOSSES | {f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate")}
 TAGS |= {f"time/{name}" for name in ("checkpoint", "environment", "inference", "learning")}
-TAGS |= {"system/cpu_percent", "system/ram_mib"}
+TAGS |= {"system/cpu_percent", "system/ram_mib", "cost/hours"}
 
 SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 128}
 

@@ -267,7 +267,7 @@ def test_a_network_is_the_same_in_numpy(activation):
 TAGS = {f"losses/{name}" for name in (*ppo_continuous.LOSSES, "explained_variance")}
 TAGS |= {f"charts/{name}" for name in ("episodic_return", "episodic_length", "SPS", "learning_rate")}
 TAGS |= {f"time/{name}" for name in ("checkpoint", "environment", "inference", "learning")}
-TAGS |= {"system/cpu_percent", "system/ram_mib"}
+TAGS |= {"system/cpu_percent", "system/ram_mib", "cost/hours"}
 
 
 def test_the_command_line_trains_ends_episodes_and_logs_every_tag(tmp_path):

@@ -262,7 +262,7 @@ def test_going_back_is_possible_until_overtakes_says_otherwise(tmp_path):
     for _ in range(memory.segment + 1):
         stream.step_into(memory)
     back.load_state_dict(state)
-    assert "damaged or newer" in back.restore_note
+    assert "newer than the checkpoint" in back.restore_note
     assert back.position * 2 == at
 
 
