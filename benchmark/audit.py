@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmark.figures import Number
 from common.cost import PRICES, dollars_per_hour, find_instance, read_prices
+from common.errors import UsageError
 
 PUBLISHED = Path(__file__).parent / "published.csv"
 SAME = 0.01  # relative difference up to which two figures agree: the article rounds
@@ -41,6 +42,14 @@ def read_published(path: Path = PUBLISHED) -> list[dict[str, str]]:
 
 def agree(a: float, b: float) -> bool:
     return abs(a - b) <= SAME * abs(b)
+
+
+def find(instance: str, prices: list[dict[str, str]]) -> dict[str, str] | None:
+    """Its row, or None: somebody's own file of prices need not have the article's machines."""
+    try:
+        return find_instance(instance, prices)
+    except UsageError:
+        return None
 
 
 def frames_of(row: dict[str, str]) -> float:
@@ -77,8 +86,8 @@ def audit(rows: list[dict[str, str]], prices: list[dict[str, str]]) -> list[Find
             same = agree(cost, hours * rate)
             words = f"{hours:g} h x ${rate}" + ("" if same else f"; ${cost:g} would be ${cost / hours:.2f} an hour")
             findings.append(Finding(f"{device}: cost", published, recomputed, same, words))
-            whole = find_instance(row["instance"], prices)
-            price = dollars_per_hour(whole, spot=False)
+            whole = find(row["instance"], prices)
+            price = whole and dollars_per_hour(whole, spot=False)
             if price is not None and not agree(rate, price):
                 words = f"the instance with its host is ${price} an hour ({whole['source']}), ${rate} is the GPU alone"
                 findings.append(
@@ -90,7 +99,7 @@ def audit(rows: list[dict[str, str]], prices: list[dict[str, str]]) -> list[Find
                         words,
                     )
                 )
-            spot = dollars_per_hour(whole, spot=True)
+            spot = whole and dollars_per_hour(whole, spot=True)
             if spot is not None:
                 findings.append(
                     Finding(
@@ -114,8 +123,10 @@ def audit(rows: list[dict[str, str]], prices: list[dict[str, str]]) -> list[Find
                 )
             )
     for kind, spot in (("on demand", False), ("spot", True)):
-        price = dollars_per_hour(find_instance("aws:p3.2xlarge", prices), spot)
-        words = f"8 h x ${price} {kind}, a cup taken for ${COFFEE:g}"
+        row = find("aws:p3.2xlarge", prices)
+        if row is None or (price := dollars_per_hour(row, spot)) is None:
+            continue
+        words = f"a cup taken for ${COFFEE:g}, the machine at ${price} an hour {kind}; 8 h would be ${8 * price:.2f}"
         findings.append(
             Finding(
                 f"a cup of coffee buys 8 hours of a V100, {kind}",
@@ -129,7 +140,12 @@ def audit(rows: list[dict[str, str]], prices: list[dict[str, str]]) -> list[Find
 
 
 def main() -> None:
-    for one in audit(read_published(), read_prices(PRICES)):
+    try:
+        findings = audit(read_published(), read_prices(PRICES))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for one in findings:
         figures = f"{one.published.plain():>10} {one.recomputed.plain():>12}"
         print(f"{one.what:48} {figures}  {one.verdict:14}  {one.words}")
 

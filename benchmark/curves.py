@@ -11,6 +11,7 @@ run's processes have lived, work that was done twice included; dollars are what 
 import argparse
 import csv
 import json
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,15 @@ try:
 except ImportError:
     raise SystemExit("error: pictures need matplotlib: pip install -r requirements.txt") from None
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 mpl.use("Agg")  # draws to files, without a screen
 
 import matplotlib.pyplot as plt
+
+from benchmark.command_line import Parser, refuse
+
+SPS = "charts/SPS"
 
 
 @dataclass
@@ -39,18 +46,21 @@ class Curve:
 
 
 def read_run(folder: Path, window: int, price_per_hour: float | None = None) -> Curve:
-    """Raises SystemExit with one line if the folder holds no finished game."""
+    """Exits with one line if the folder is none, or holds no finished game."""
+    if not folder.is_dir():
+        refuse(f"{folder} is no folder of a run")
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     tags = events.Tags()["scalars"]
     if "charts/episodic_return" not in tags:
-        raise SystemExit(f"error: {folder} holds no finished game")
+        refuse(f"{folder} holds no finished game")
     games = np.array([(event.step, event.value) for event in events.Scalars("charts/episodic_return")])
     # a game that ends on the last step of a window belongs to it
     windows = (games[:, 0] - 1) // window
     numbers = np.unique(windows)
     means = np.array([games[windows == number, 1].mean() for number in numbers])
-    steps = (numbers + 0.5) * window
+    last = max(event.step for event in events.Scalars(SPS if SPS in tags else "charts/episodic_return"))
+    steps = (numbers * window + np.minimum((numbers + 1) * window, last)) / 2
 
     def at_steps(tag: str) -> np.ndarray | None:
         if tag not in tags:
@@ -63,15 +73,22 @@ def read_run(folder: Path, window: int, price_per_hour: float | None = None) -> 
     return Curve(steps, means, hours, dollars)
 
 
+def last_step(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / "status.json").read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 10**9
+
+
 def read_reference(path: Path) -> Curve:
-    """Raises SystemExit with one line if the file holds no points."""
+    """Exits with one line if the file holds no points."""
     try:
         with open(path) as file:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
         middles = [(float(row["first_step"]) + float(row["last_step"])) / 2 for row in rows]
         return Curve(np.array(middles), np.array([float(row["mean_return"]) for row in rows]), None, None)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise SystemExit(f"error: {path} holds no points first_step, last_step, mean_return: {error!r}") from None
+        refuse(f"{path} holds no points first_step, last_step, mean_return: {error!r}")
 
 
 def group_of(run: Path) -> tuple[str, str]:
@@ -101,17 +118,21 @@ AXES = {"steps": ("agent steps (millions)", 1e-6), "hours": ("hours", 1.0), "dol
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
     parser.add_argument("--labels", nargs="+", help="one a line in the picture")
     parser.add_argument("--reference", type=Path, nargs="*", default=[], help="CSV files")
-    parser.add_argument("--window", type=int, default=50_000, help="agent steps a point")
+    parser.add_argument(
+        "--window", type=int, help="agent steps a point; by default 50,000, or a twentieth of the shortest"
+    )
     parser.add_argument("--price-per-hour", type=float, help="US dollars, instead of what the runs counted")
     parser.add_argument("--title", default="")
     parser.add_argument("--out", type=Path, default=Path("curves.png"))
     args = parser.parse_args()
-    if args.window < 1 or (args.price_per_hour is not None and not 0 < args.price_per_hour < float("inf")):
-        parser.error("--window and --price-per-hour must be positive")
+    for name in ("window", "price_per_hour"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            refuse("--window and --price-per-hour must be positive")
     groups: dict[str, list[Path]] = defaultdict(list)
     names = {}
     for run in args.runs:
@@ -120,9 +141,12 @@ def main() -> None:
         names[key] = run.name if len(groups[key]) == 1 else f"{name}, {len(groups[key])} seeds"
     labels = args.labels or list(names.values())
     if len(labels) != len(groups):
-        parser.error(f"{len(groups)} lines need as many labels, got {len(labels)}")
+        refuse(f"{len(groups)} lines need as many labels, got {len(labels)}")
 
-    lines = [[read_run(run, args.window, args.price_per_hour) for run in group] for group in groups.values()]
+    if not args.out.parent.is_dir() or args.out.suffix not in (".png", ".svg", ".pdf"):
+        refuse(f"--out {args.out}: must be a .png, .svg or .pdf in a folder that is there")
+    window = args.window or min(50_000, *(max(1, last_step(run) // 20) for run in args.runs))
+    lines = [[read_run(run, window, args.price_per_hour) for run in group] for group in groups.values()]
     references = {path: read_reference(path) for path in args.reference}
     used = [x for x in AXES if any(all(getattr(curve, x) is not None for curve in curves) for curves in lines)]
     figure, panels = plt.subplots(
@@ -134,7 +158,7 @@ def main() -> None:
                 axes.plot([], [])  # the next line keeps its colour
                 continue
             grid, mean, low, high = band(curves, x)
-            (line,) = axes.plot(grid * AXES[x][1], mean, linewidth=2, label=label)
+            (line,) = axes.plot(grid * AXES[x][1], mean, ".-", linewidth=2, markersize=5, label=label)
             if len(curves) > 1:
                 axes.fill_between(grid * AXES[x][1], low, high, color=line.get_color(), alpha=0.2, linewidth=0)
             if x == "steps":
@@ -151,7 +175,7 @@ def main() -> None:
     try:
         figure.savefig(args.out, dpi=130)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"error: cannot write {args.out}: {error}") from None
+        refuse(f"cannot write {args.out}: {error}")
     print(f"written to {args.out}")
 
 

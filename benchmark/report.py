@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmark import figures, projection
 from benchmark.audit import FASTER_WITH_AMP, audit, frames_of, read_published
+from benchmark.command_line import Parser, refuse
 from benchmark.figures import KINDS, Number
 from benchmark.results import FRAME_SKIP, ForeignFile, Result, read
 from common.cost import PRICES, age_of, dollars_per_hour, find_instance, read_prices
@@ -103,6 +104,9 @@ def host_of(row: dict[str, str], gpus: dict[str, dict[str, str]]) -> Host | None
     return Host(name, row["gpu"], int(row["vcpus"] or card["vcpus"]), float(card[precision]), precision)
 
 
+HERE_FIRST = ("ppo_atari fp32", "dqn_atari fp32")  # what is priced of the machine at hand
+
+
 class Report:
     """Everything that the pages and pictures show, computed once."""
 
@@ -124,6 +128,7 @@ class Report:
             if host and host.name not in first:
                 first[host.name] = (row, host)
         self.hosts = list(first.values())
+        self.unknown_cards = sorted({row["gpu"] for row, host in hosts if host is None})
 
     def project(self, host: Host) -> tuple[int, float, dict[str, float]]:
         """The number of environments that is fastest, agent steps a second, microseconds of each part."""
@@ -190,13 +195,15 @@ class Report:
                             one.name,
                             Number(one.sps.median, "measured"),
                             Number(peer.sps.median, "measured"),
+                            f"{one.num_envs} / {peer.num_envs}",
                             Number(against.median, "measured", 2),
                             f"{against.low:.2f} to {against.high:.2f}",
                             len(peer.rounds),
                         ]
                     )
-        head = ["setting", "agent steps/s", "Stable-Baselines3", "ratio", "over rounds", "rounds"]
-        return ("Beside Stable-Baselines3", "Ratios within each round.", head, rows) if rows else None
+        head = ["setting", "agent steps/s", "Stable-Baselines3", "envs of each", "ratio", "over rounds", "rounds"]
+        words = "Speeds are medians over all windows. Ratios, taken within rounds, need not be those of medians."
+        return ("Beside Stable-Baselines3", words, head, rows) if rows else None
 
     def jobs(self) -> tuple[str, str, list[str], list[list[object]]]:
         """The job on every machine: published, measured here, projected."""
@@ -210,14 +217,14 @@ class Report:
                 hours, rate = self.hours(fps), float(row["rate"])
                 again = Number(hours * rate, "recomputed", 2, prefix="$")
                 rows.append([f"{row['device']}, this job", "-", "", Number(hours, "recomputed", 1), again, f"${rate}"])
-        default = self.here.settings.get("ppo_atari fp32")
-        if default:
+        here = [self.here.settings[name] for name in HERE_FIRST if name in self.here.settings]
+        for default in here:
             hours = self.hours(default.frames)
             price = self.money.dollars_per_hour
             cost = Number(price and hours * price, "measured", 2, prefix="$")
             rows.append(
                 [
-                    f"here: {self.here.name()}",
+                    f"here, {default.script}: {self.here.name()}",
                     default.num_envs,
                     Number(default.frames, "measured"),
                     Number(hours, "measured", 1),
@@ -244,9 +251,11 @@ class Report:
                         )
         head = ["machine", "envs", "frames/s", "hours", "cost", "price"]
         words = (
-            f"PPO on Atari for {self.frames / 1e6:,.1f} million frames. The article does not say whether its FPS are "
-            "frames or agent steps; here they are taken for frames."
+            f"Atari for {self.frames / 1e6:,.1f} million frames, with PPO where nothing else is said. The article does "
+            "not say whether its FPS are frames or agent steps; here they are taken for frames."
         )
+        if not here:
+            words += f" Nothing measured here can be priced: {' and '.join(HERE_FIRST)} are missing."
         return "What the job costs", words, head, rows
 
     def audited(self) -> tuple[str, str, list[str], list[list[object]]]:
@@ -284,6 +293,7 @@ class Report:
                     ]
                 )
         model = self.model
+        unknown = f" No row for {', '.join(self.unknown_cards)}: not in gpus.csv." if self.unknown_cards else ""
         words = (
             f"Time of a step = emulation + inference + learning, their sum, because each waits for the other. "
             f"Calibrated here: an emulator's step {model.emulation:,.0f} us of one core, a call of the network "
@@ -291,7 +301,7 @@ class Report:
             f"learning. For cards {projection.EFFICIENCY:.0%} of the data sheet's peak and {projection.LAUNCH:g} us an "
             f"operation are assumed; nobody has measured a GPU with this program yet, so the error printed, that of "
             f"settings which the model had not seen on CPUs, is the least it can be. vCPUs are taken to be as fast as "
-            f"this machine's cores."
+            f"this machine's cores; where the file of prices does not say how many, gpus.csv is taken.{unknown}"
         )
         return "Projection", words, ["host", "envs", "agent steps/s", "environment / inference / learning"], rows
 
@@ -309,12 +319,14 @@ class Report:
         ]
         head = ["machine", "setting the model had not seen", "measured", "projected", "error"]
         words = f"Median error without sign: {self.error:.0%}." if self.error is not None else ""
+        if without := [one.name() for one in self.results if one.name() not in self.checks]:
+            words += f" Not used: {'; '.join(without)}, without runs of ppo_atari.py with two numbers of environments."
         return ("How far the projection is off", words, head, rows) if rows else None
 
     def choice(self) -> list[str]:
         """What the hosts' processors mean for the choice."""
         if not self.model:
-            return ["No projection: the result file lacks runs of ppo_atari.py with two numbers of environments."]
+            return ["No projection: the result file here lacks runs of ppo_atari.py with two numbers of environments."]
         lines = []
         for row, host in self.hosts:
             num_envs, sps, parts = self.project(host)
@@ -324,7 +336,9 @@ class Report:
             lines.append(
                 f"{host.name} ({host.vcpus} vCPUs): emulation is {share:.0%} of a step with {num_envs} environments; a "
                 f"card that learned in no time would make it {infinitely / sps:.1f} times as fast. "
-                f"~${price / sps / 3600 * 1e6:.2f} a million agent steps."
+                f"~${price / sps / 3600 * 1e6:.2g} a million agent steps."
+                if price
+                else f"{host.name} ({host.vcpus} vCPUs): emulation is {share:.0%} of a step; its price is unknown."
             )
         return lines
 
@@ -420,14 +434,14 @@ def build(results: list[Result], out: Path, prices: list[dict[str, str]], frames
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="result files; the first one is the machine at hand")
     parser.add_argument("--frames", type=float, default=frames_of(read_published()[0]), help="of the job")
     parser.add_argument("--out", type=Path, default=Path("report"))
     add_money_flags(parser)
     args = parser.parse_args()
     if not 0 < args.frames < 1e15:
-        parser.error("--frames must be positive")
+        refuse("--frames must be positive")
     found, broken = [], []
     for path in args.results:
         try:
@@ -437,16 +451,16 @@ def main() -> None:
     for line in broken:
         print(f"left out: {line}", file=sys.stderr)
     if not found:
-        parser.error("no result file that can be used")
+        refuse("no result file that can be used")
     try:
         prices = read_prices(PRICES)
         powers = [power for one in found[0].settings.values() if (power := one.largest("power_w"))]
         money = money_of(args, prices, max(powers, default=None))
         build(found, args.out, prices, args.frames, money)
     except UsageError as error:
-        parser.error(str(error))
+        refuse(str(error))
     except OSError as error:
-        parser.error(f"--out: cannot write into {args.out}: {error.strerror}")
+        refuse(f"--out: cannot write into {args.out}: {error.strerror}")
     if broken:
         sys.exit(1)
 

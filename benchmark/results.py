@@ -97,7 +97,11 @@ def parse(content: Any) -> Result:
         raise ForeignFile(f"is of version {content.get('version')}, this program reads {VERSION}: measure again")
     try:
         machine, settings, failed = content["machine"], {}, {}
+        if not content["settings"]:
+            raise ForeignFile("holds no settings")
         for one in content["settings"]:
+            if not all(isinstance(one[field], str) for field in ("name", "kind", "script", "precision")):
+                raise ForeignFile(f"has a setting without a name that is a word: {one['name']}")
             if "error" in one:
                 failed[str(one["name"])] = str(one["error"])
                 continue

@@ -15,6 +15,7 @@ import datetime
 import itertools
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
+from benchmark.command_line import Parser, refuse  # noqa: E402
 from benchmark.projection import SWEEP  # noqa: E402
 from benchmark.report import add_money_flags, build, money_of  # noqa: E402
 from benchmark.results import SCHEMA, VERSION, ForeignFile, parse, read  # noqa: E402
@@ -214,7 +216,7 @@ def writable(folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the three scripts in fp32 only, two windows each")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="settings whose names contain one of these")
     parser.add_argument("--peers", action="store_true", help="Stable-Baselines3 in the same rounds")
@@ -224,14 +226,14 @@ def main() -> int:
     add_money_flags(parser)
     args = parser.parse_args()
     if args.rounds < 1 or not 0 < args.frames < 1e15:
-        parser.error("--rounds and --frames must be positive")
+        refuse("--rounds and --frames must be positive")
     if not writable(args.out):
-        parser.error(f"--out: cannot write into {args.out}")
+        refuse(f"--out: cannot write into {args.out}")
     try:
         prices = read_prices(PRICES)
         money_of(args, prices)  # refused before anything runs
     except UsageError as error:
-        parser.error(str(error))
+        refuse(str(error))
 
     machine = describe()
     gpu = machine["gpu"] is not None
@@ -240,7 +242,7 @@ def main() -> int:
         names = [program.name for program in chosen]
         chosen = [program for program in chosen if any(words in program.name for words in args.only)]
         if not chosen:
-            parser.error(f"--only {' '.join(args.only)}: none of {', '.join(names)}")
+            refuse(f"--only {' '.join(args.only)}: none of {'; '.join(names)}")
     print(f"{machine['gpu'] or 'no GPU'}, {machine['available_cores']} cores of {machine['cpu']}, ", end="")
     print(f"torch {machine['packages']['torch']}; {len(chosen)} settings, {args.rounds} round(s)", flush=True)
 
@@ -255,8 +257,8 @@ def main() -> int:
                 program.error = str(error)
                 print(f"error: {error}", file=sys.stderr, flush=True)
                 continue
-            speeds = program.rounds[-1]["windows"]
-            print(f"  {program.name}: {sorted(speeds)[len(speeds) // 2]:,.0f} agent steps/s", flush=True)
+            median = statistics.median(program.rounds[-1]["windows"])
+            print(f"  {program.name}: {median:,.0f} agent steps/s", flush=True)
 
     content = {
         "schema": SCHEMA,

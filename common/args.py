@@ -102,7 +102,8 @@ class SharedArgs:
 
     def require(self, name: str, condition: bool, reason: str) -> None:
         if not condition:
-            raise UsageError(f"{flag(name)} {getattr(self, name)}: {reason}")
+            value = getattr(self, name)
+            raise UsageError(f"{flag(name)}{'' if value is True else f' {value}'}: {reason}")
 
 
 FLOAT32_MAX = 3.4e38

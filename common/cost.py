@@ -16,6 +16,8 @@ import psutil
 from common.errors import UsageError
 
 PRICES = Path(__file__).parent.parent / "benchmark" / "prices.csv"
+COLUMNS = ("provider", "instance", "gpu", "gpus", "vcpus", "region", "currency", "on_demand", "spot", "usd_per_unit")
+COLUMNS += ("rate_as_of", "as_of", "source")
 OLD = 365  # days after which a price is said to be old
 CLOSE_ENOUGH = 0.5  # similarity of a name that is suggested
 
@@ -31,10 +33,31 @@ def read_prices(path: Path) -> list[dict[str, str]]:
             rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"cannot read prices from {path}: {error}") from None
-    needed = {"provider", "instance", "region", "currency", "on_demand", "spot", "usd_per_unit", "as_of", "source"}
-    if not rows or not needed <= rows[0].keys():
-        raise UsageError(f"{path} is no file of prices: its columns must be at least {', '.join(sorted(needed))}")
+    if not rows or not set(COLUMNS) <= rows[0].keys():
+        raise UsageError(f"{path} is no file of prices: its columns must be {', '.join(COLUMNS)}")
+    for row in rows:
+        if reason := fault_of(row):
+            raise UsageError(f"{path}: {row['provider']}:{row['instance']}: {reason}")
     return rows
+
+
+def fault_of(row: dict[str, str]) -> str:
+    """What is wrong with a row, or nothing."""
+    if None in row or None in row.values():
+        return "another number of fields than the first line has"
+    for name in ("as_of", "rate_as_of"):
+        if row[name]:
+            try:
+                datetime.date.fromisoformat(row[name])
+            except ValueError:
+                return f"{name} {row[name]} is no date such as 2026-12-02"
+    if row["currency"] == "USD" and row["usd_per_unit"] != "1":
+        return "a US dollar is 1 US dollar: usd_per_unit must be 1"
+    if row["currency"] != "USD" and not row["rate_as_of"]:
+        return f"the rate of {row['currency']} has no date: rate_as_of is missing"
+    if row["vcpus"] and not (row["vcpus"].isdecimal() and int(row["vcpus"]) > 0):
+        return f"vcpus {row['vcpus']} must be a number, or empty where nobody knows"
+    return ""
 
 
 def find_instance(name: str, rows: list[dict[str, str]]) -> dict[str, str]:
@@ -83,7 +106,7 @@ def age_of(row: dict[str, str], today: datetime.date | None = None) -> str:
     except ValueError:
         return "undated"
     days = ((today or datetime.date.today()) - as_of).days
-    return f"as of {as_of}" + (f", {days // OLD} year{'s' if days >= 2 * OLD else ''} old" if days > OLD else "")
+    return f"as of {as_of}" + (f", {days * 12 // 365} months old" if days > OLD else "")
 
 
 class Clock:

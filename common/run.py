@@ -382,7 +382,7 @@ class Run:
         dollars, step = self.clock.dollars(), self.progress.global_step
         words = f"{step:,} steps in {duration(self.clock.seconds())}"
         if self.sps:
-            words += f", {self.sps:,.0f} steps/s"
+            words += f", the loop at {self.sps:,.0f} steps/s"
         if dollars is not None:
             words += f", ${dollars:,.4f} at ${self.clock.dollars_per_hour:,.3f} an hour"
             words += f", ${dollars / step * 1e6:,.2f} a million steps" if step else ""

@@ -1,6 +1,7 @@
 """The programs in benchmark/: what they compute from runs, and that they run whole."""
 
 import json
+import sys
 import time
 
 import pytest
@@ -37,7 +38,7 @@ def test_curves_average_the_games_of_each_window_and_draw_a_picture(tmp_path):
     flags = ["--labels", "ours", "--reference", str(reference), "--window", "100", "--out", str(picture)]
     done = run_script("benchmark/curves.py", str(run), *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "ours: 50 2.00  150 10.00  350 20.00" in done.stdout
+    assert "ours: 50 2.00  150 10.00  325 20.00" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -72,9 +73,40 @@ def test_curves_of_several_seeds_are_a_mean_in_a_band_against_steps_hours_and_do
 
 def test_curves_of_a_run_without_games_end_with_one_line(tmp_path):
     done = run_script("benchmark/curves.py", str(run_with_games(tmp_path, [])), cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("holds no finished game")
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert done.stderr.endswith("holds no finished game\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["nowhere"], "nowhere is no folder of a run"),
+        (["RUN", "--out", "x.xyz"], "must be a .png"),
+        (["RUN", "--out", "no/where.png"], "in a folder that is there"),
+        (["RUN", "--window", "0"], "must be positive"),
+        (["RUN", "--price-per-hour", "nan"], "must be positive"),
+        (["RUN", "--reference", "nowhere.csv"], "nowhere.csv holds no points"),
+        (["RUN", "--labels", "a", "b"], "1 lines need as many labels, got 2"),
+    ],
+)
+def test_bad_input_of_curves_is_one_line(tmp_path, flags, words, monkeypatch, capsys):
+    run = run_with_games(tmp_path, [(8, 1.0)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["curves.py", *(str(run) if flag == "RUN" else flag for flag in flags)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        curves.main()
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_short_run_has_points_and_none_of_them_lies_beyond_its_end(tmp_path):
+    run = run_with_games(tmp_path, [(step, 1.0) for step in range(40, 401, 40)])
+    done = run_script("benchmark/curves.py", str(run), "--out", str(tmp_path / "curves.png"), cwd=tmp_path)
+    points = [int(word) for word in done.stdout.splitlines()[0].split(": ")[1].split()[::2]]
+    assert len(points) == 10
+    assert max(points) <= 400
 
 
 def test_scores_of_several_seeds_are_one_line_of_the_table_and_one_curve(tmp_path):

@@ -65,10 +65,10 @@ def test_a_price_is_in_dollars_or_unknown_or_refused(prices):
 
 def test_old_and_undated_prices_are_said_to_be_so(prices):
     today = datetime.date(2026, 12, 2)
-    assert age_of(prices[0], today) == "as of 2024-01-02, 2 years old"
+    assert age_of(prices[0], today) == "as of 2024-01-02, 35 months old"
     assert age_of(prices[1], today) == "undated"
     assert age_of(prices[2], today) == "as of 2026-06-01"
-    assert age_of({"as_of": "2025-06-01"}, today) == "as of 2025-06-01, 1 year old"
+    assert age_of({"as_of": "2025-06-01"}, today) == "as of 2025-06-01, 18 months old"
 
 
 @pytest.mark.parametrize("content", [None, "", "a,b\n1,2\n", b"\xff\xfe\x00", HEADER])
@@ -77,6 +77,25 @@ def test_a_file_that_holds_no_prices_is_refused(tmp_path, content):
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=r"prices"):
+        read_prices(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("aws,x,T4,1,eight,here,USD,1,,1,,,s", "vcpus eight must be a number"),
+        ("aws,x,T4,1,0,here,USD,1,,1,,,s", "vcpus 0 must be a number"),
+        ("aws,x,T4,1,8,here,USD,1,,2,,,s", "a US dollar is 1 US dollar: usd_per_unit must be 1"),
+        ("aws,x,T4,1,8,here,EUR,1,,1.1,,,s", "the rate of EUR has no date"),
+        ("aws,x,T4,1,8,here,USD,1,,1,,6.3.2025,s", "as_of 6.3.2025 is no date"),
+        ("aws,x", "another number of fields"),
+        ("aws,x,T4,1,8,here,USD,1,,1,,,s,more", "another number of fields"),
+    ],
+)
+def test_a_wrong_row_of_prices_is_refused_by_its_name(tmp_path, row, words):
+    path = tmp_path / "prices.csv"
+    path.write_text(HEADER + row + "\n")
+    with pytest.raises(UsageError, match=f"aws:x: {re.escape(words)}"):
         read_prices(path)
 
 
@@ -101,7 +120,7 @@ def test_the_file_that_is_shipped_can_be_read_and_every_price_has_a_source():
         ({"price_per_hour": float("nan")}, "finite"),
         ({"max_cost": 0.0, "price_per_hour": 1.0}, "--max-cost 0.0: must be positive"),
         ({"max_cost": 1.0}, "--max-cost 1.0: needs --price-per-hour or --instance"),
-        ({"spot": True}, "--spot True: means nothing without --instance"),
+        ({"spot": True}, "--spot: means nothing without --instance"),
         ({"instance": "aws:p3.2xlarge", "price_per_hour": 1.0}, "means nothing with --price-per-hour"),
     ],
 )
