@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 KINDS = {
     "published": "as others printed it",
-    "recomputed": "arithmetic on published figures or prices, nothing run",
+    "recomputed": "arithmetic on published figures, prices and measured speeds: nothing ran that long",
     "measured": "on the machine that is named, with this program",
     "projected": "by the model in projection.py, with its error on settings that it has not seen: the least it can be",
 }

@@ -57,13 +57,14 @@ def draw(report: Any) -> dict[str, bytes]:
         if row["rate"]:
             again = report.hours(float(row["fps"])) * float(row["rate"])
             costs.append((f"{row['device']}, the article's FPS and rate", again, "recomputed"))
-    default = report.here.settings.get("ppo_atari fp32")
-    lines: list[tuple[str, float, str]] = []  # name, dollars a million agent steps, kind
-    if default:
-        speeds.append((f"here, {default.num_envs} environments", default.frames, "measured"))
+    lines: list[tuple[str, float, str]] = []  # name, dollars a million agent steps with 8 environments, kind
+    for default in report.priced():
+        name = f"here, {default.script}, {default.num_envs} environments"
+        speeds.append((name, default.frames, "measured"))
         if (price := report.money.dollars_per_hour) is not None:
-            costs.append(("here", report.hours(default.frames) * price, "measured"))
-            lines.append(("here", price / 3600 / default.sps.median * 1e6, "measured"))
+            costs.append((f"here, {default.script}", report.hours(default.frames) * price, "recomputed"))
+            if default.script == "ppo_atari":
+                lines.append(("here", price / 3600 / default.sps.median * 1e6, "recomputed"))
     if report.model:
         for row, host in report.hosts:
             num_envs, sps, _ = report.project(host)
@@ -72,7 +73,9 @@ def draw(report: Any) -> dict[str, bytes]:
                 if (price := dollars_per_hour(row, spot)) is not None:
                     name = f"{host.name}, {kind}"
                     costs.append((name, report.hours(sps * FRAME_SKIP) * price, "projected"))
-                    lines.append((name, price / 3600 / sps * 1e6, "projected"))
+                    lines.append(
+                        (name, price / 3600 / report.model.on(host.vcpus, host.tflops).sps(8) * 1e6, "projected")
+                    )
     words = f"PPO on Atari, {report.frames / 1e6:,.0f} million frames"
     pictures = {
         "frames_per_second.png": bars("PPO on Atari, frames a second", "frames/s", speeds, report.error, False),
@@ -92,14 +95,14 @@ def return_against_dollars(lines: list[tuple[str, float, str]]) -> bytes:
     returns = [float(row["mean_return"]) for row in rows]
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     for name, dollars, kind in lines:
-        style = "-" if kind == "measured" else "--"
+        style = "-" if kind == "recomputed" else "--"
         axes.plot([step * dollars for step in steps], returns, style, linewidth=2, label=f"{name} ({kind})")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"${value:g}")
     axes.set(
         xlabel="US dollars (logarithmic)",
         ylabel="mean return of whole games",
-        title="Breakout: CleanRL's return at each step (measured, seed 1), times what a step costs on each machine",
+        title="Breakout: CleanRL's return at each step (measured, seed 1), times what a step costs with 8 environments",
     )
     axes.title.set_fontsize(10)
     axes.grid(alpha=0.3)

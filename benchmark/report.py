@@ -19,7 +19,7 @@ from benchmark import figures, projection
 from benchmark.audit import FASTER_WITH_AMP, audit, frames_of, read_published
 from benchmark.command_line import Parser, refuse
 from benchmark.figures import KINDS, Number
-from benchmark.results import FRAME_SKIP, ForeignFile, Result, read
+from benchmark.results import FRAME_SKIP, ForeignFile, Result, Setting, read
 from common.cost import PRICES, age_of, dollars_per_hour, find_instance, read_prices
 from common.errors import UsageError
 from common.files import replacing
@@ -97,14 +97,14 @@ def read_gpus() -> dict[str, dict[str, str]]:
 
 def host_of(row: dict[str, str], gpus: dict[str, dict[str, str]]) -> Host | None:
     """A row of prices as a host; TF32 where the card has it. None for cards that gpus.csv does not know."""
-    if (card := gpus.get(row["gpu"])) is None:
+    if (card := gpus.get(row["gpu"])) is None or row["gpus"] not in ("", "1"):
         return None
     precision = "tf32" if card["tf32"] else "fp32"
     name = f"{row['provider']}:{row['instance']}"
     return Host(name, row["gpu"], int(row["vcpus"] or card["vcpus"]), float(card[precision]), precision)
 
 
-HERE_FIRST = ("ppo_atari fp32", "dqn_atari fp32")  # what is priced of the machine at hand
+HERE_FIRST, DQN = ("ppo_atari fp32", projection.SWEEP.format(8)), "dqn_atari fp32"  # of the machine at hand
 
 
 class Report:
@@ -135,6 +135,12 @@ class Report:
         model = self.model.on(host.vcpus, host.tflops)
         best = max(ENVS, key=model.sps)
         return best, model.sps(best), model.parts(best)
+
+    def priced(self) -> list[Setting]:
+        """The settings of this machine whose job is priced: PPO, with default sizes if they were measured, DQN."""
+        settings = self.here.settings
+        ppo = [settings[name] for name in HERE_FIRST if name in settings][:1]
+        return ppo + ([settings[DQN]] if DQN in settings else [])
 
     def hours(self, frames_per_second: float) -> float:
         return self.frames / frames_per_second / 3600
@@ -187,7 +193,7 @@ class Report:
         for script in ("ppo_atari", "dqn_atari", "ppo_continuous"):
             for one in self.here.settings.values():
                 against = self.here.ratio(one.name, f"sb3 {script}")
-                full = one.name.startswith(f"{script} ") and "envs" not in one.name and "bf16" not in one.name
+                full = one.name in {f"{script} fp32", f"{script} fp32, 1 env", f"{script} compiled"}
                 if against and one.kind == "script" and full:
                     peer = self.here.settings[f"sb3 {script}"]
                     rows.append(
@@ -217,17 +223,17 @@ class Report:
                 hours, rate = self.hours(fps), float(row["rate"])
                 again = Number(hours * rate, "recomputed", 2, prefix="$")
                 rows.append([f"{row['device']}, this job", "-", "", Number(hours, "recomputed", 1), again, f"${rate}"])
-        here = [self.here.settings[name] for name in HERE_FIRST if name in self.here.settings]
+        here = self.priced()
         for default in here:
             hours = self.hours(default.frames)
             price = self.money.dollars_per_hour
-            cost = Number(price and hours * price, "measured", 2, prefix="$")
+            cost = Number(price and hours * price, "recomputed", 2, prefix="$")
             rows.append(
                 [
                     f"here, {default.script}: {self.here.name()}",
                     default.num_envs,
                     Number(default.frames, "measured"),
-                    Number(hours, "measured", 1),
+                    Number(hours, "recomputed", 1),
                     cost,
                     self.money.words,
                 ]
@@ -255,7 +261,7 @@ class Report:
             "not say whether its FPS are frames or agent steps; here they are taken for frames."
         )
         if not here:
-            words += f" Nothing measured here can be priced: {' and '.join(HERE_FIRST)} are missing."
+            words += f" Nothing measured here can be priced: {HERE_FIRST[0]} and {DQN} are missing."
         return "What the job costs", words, head, rows
 
     def audited(self) -> tuple[str, str, list[str], list[list[object]]]:
@@ -293,7 +299,11 @@ class Report:
                     ]
                 )
         model = self.model
-        unknown = f" No row for {', '.join(self.unknown_cards)}: not in gpus.csv." if self.unknown_cards else ""
+        unknown = (
+            f" No row for {', '.join(self.unknown_cards)}: not in gpus.csv, or more than one card."
+            if self.unknown_cards
+            else ""
+        )
         words = (
             f"Time of a step = emulation + inference + learning, their sum, because each waits for the other. "
             f"Calibrated here: an emulator's step {model.emulation:,.0f} us of one core, a call of the network "
@@ -318,7 +328,9 @@ class Report:
             for one in checks
         ]
         head = ["machine", "setting the model had not seen", "measured", "projected", "error"]
-        words = f"Median error without sign: {self.error:.0%}." if self.error is not None else ""
+        words = (
+            f"The largest error is printed with each projection: {self.error:.0%}." if self.error is not None else ""
+        )
         if without := [one.name() for one in self.results if one.name() not in self.checks]:
             words += f" Not used: {'; '.join(without)}, without runs of ppo_atari.py with two numbers of environments."
         return ("How far the projection is off", words, head, rows) if rows else None

@@ -113,10 +113,19 @@ def parse(content: Any) -> Result:
                 raise ForeignFile(f"has no rounds of {one['name']}")
             fields = ("name", "kind", "script", "precision", "num_envs", "command", "rounds")
             settings[one["name"]] = Setting(**{field: one[field] for field in fields})
+            for shares in [each.get("shares") or {} for each in rounds]:
+                if not all(isinstance(x, int | float) and 0 <= x < 1 for x in shares.values()):
+                    raise ForeignFile(f"has no shares of time of {one['name']}")
+                if shares.get("environment", 0) + shares.get("inference", 0) >= 1:
+                    raise ForeignFile(f"has shares of time of {one['name']} that leave none for learning")
             if not isinstance(one["num_envs"], int) or one["num_envs"] < 1:
                 raise ForeignFile(f"has no number of environments of {one['name']}")
         if not isinstance(machine["cpu"], str) or not machine["available_cores"] >= 1:
             raise ForeignFile("does not say on which processor")
+        for name in ("torch_threads", "cuda", "gpu"):
+            machine[name]
+        for name in ("torch", "ale-py"):
+            machine["packages"][name]
         return Result(machine, str(content["measured_on"]), settings, failed)
     except (KeyError, TypeError, AttributeError) as error:
         raise ForeignFile(f"is damaged: {type(error).__name__} {error}") from None

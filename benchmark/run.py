@@ -93,7 +93,7 @@ def programs(gpu: bool, cores: int, quick: bool, peers: bool) -> list[Program]:
     control = ["ppo_continuous.py", *CHEETAH, "--device", "cpu"]
     continuous = Program("ppo_continuous fp32", "ppo_continuous", control, num_envs=1, window=2048)
     if quick:
-        return [ppo("ppo_atari fp32", "fp32", 8, fp32), dqn, continuous]
+        return [ppo(SWEEP.format(8), "fp32", 8, fp32), dqn, continuous]
     reduced = [("tf32", device), ("amp", [*device, "--amp"])] if gpu else [("bf16", [*fp32, "--amp", *BF16])]
     found = [atari, dqn, continuous]
     found += [ppo(SWEEP.format(cores * n), "fp32", cores * n, fp32) for n in ENVS_A_CORE]
@@ -109,9 +109,9 @@ def programs(gpu: bool, cores: int, quick: bool, peers: bool) -> list[Program]:
         # theirs have iterations of their own: as many steps as ours, the first one left out
         theirs = {"ppo_atari": (BREAKOUT, 8, 853), "ppo_continuous": (CHEETAH, 1, 2048)}
         for script, (flags, num_envs, window) in theirs.items():
-            command = [f"benchmark/sb3_{script}.py", *flags]
+            command = [f"benchmark/sb3_{script}.py", *flags, *(device if script == "ppo_atari" else [])]
             found.append(Program(f"sb3 {script}", script, command, "peer", "fp32", num_envs, window))
-        command = ["benchmark/sb3_dqn_atari.py", *BREAKOUT, *SMALL_MEMORY]
+        command = ["benchmark/sb3_dqn_atari.py", *BREAKOUT, *SMALL_MEMORY, *device]
         found.append(Program("sb3 dqn_atari", "dqn_atari", command, "peer", "fp32", 1, 667))
     if not gpu:
         floors = {"ppo_atari": ["--num-steps", "32", "--num-minibatches", "1"], "dqn_atari": [], "ppo_continuous": []}
@@ -264,7 +264,12 @@ def main() -> int:
         "schema": SCHEMA,
         "version": VERSION,
         "measured_on": datetime.date.today().isoformat(),
-        "command": ["python", "benchmark/run.py", *sys.argv[1:]],
+        # no paths: others read this file
+        "command": [
+            "python",
+            "benchmark/run.py",
+            *(word for word in sys.argv[1:] if "/" not in word and word != "--out"),
+        ],
         "machine": machine,
         "settings": [program.description(windows) for program in chosen],
     }
@@ -274,7 +279,18 @@ def main() -> int:
     print(f"written to {path}")
     powers = [one["power_w"] for program in chosen for one in program.rounds if one.get("power_w")]
     money = money_of(args, prices, max(powers, default=None))
-    build([parse(content), *others(args.out)], args.out, prices, args.frames, money)
+    here = parse(content)
+    try:
+        build(
+            [here, *(one for one in others(args.out) if one.name() != here.name())],
+            args.out,
+            prices,
+            args.frames,
+            money,
+        )
+    except (UsageError, OSError) as error:
+        print(f"error: no report: {error}", file=sys.stderr)
+        return 1
     return 1 if any(program.error for program in chosen) else 0
 
 

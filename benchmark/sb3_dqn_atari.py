@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--buffer-size", type=int, default=10_000)
     parser.add_argument("--learning-starts", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
     model = DQN(
@@ -57,7 +58,7 @@ def main() -> None:
         exploration_initial_eps=1.0,
         exploration_final_eps=0.01,
         seed=args.seed,
-        device="cpu",
+        device=args.device,
     )
     callback = StartOfLearning(args.learning_starts + 1_000)  # the first thousand steps warm up, as in ours
     model.learn(args.total_timesteps, callback)

@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--total-timesteps", type=int, default=10_240)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
     envs = make_atari_env(args.env_id, n_envs=args.num_envs, seed=args.seed, vec_env_cls=SubprocVecEnv)
@@ -54,7 +55,7 @@ def main() -> None:
         vf_coef=0.5,
         max_grad_norm=0.5,
         seed=args.seed,
-        device="cpu",
+        device=args.device,
     )
     callback = IterationTimes()
     model.learn(args.total_timesteps, callback)

@@ -165,8 +165,8 @@ class Checkpoints:
 
         path, content, damaged = self._find()
         notes = self._check(path, content) if path else []
-        self._save_seconds = self._boundary_seconds = 0.0  # what the last save took, and the last boundary's work
-        if path and run.clock.exceeds():
+        self._boundary_seconds = 0.0  # what the work between the last two boundaries took
+        if path and run.clock.exceeds(run.clock.needed):
             raise LimitReached(self._limit(f"{path} is saved"))
         own = path is not None and path.parent == self.folder
         if path:
@@ -279,6 +279,8 @@ class Checkpoints:
         if self.signals.asked:
             what = f"while restoring {self._restoring}"
             raise Interrupted(f"interrupted by {self.signals.asked} {what}: {self._goes_on()}")
+        if self.run.clock.exceeds(LEAVING):
+            raise LimitReached(self._limit(f"{self._restoring} is saved"))
         self.run.restoring(share)
 
     def _goes_on(self) -> str:
@@ -331,7 +333,8 @@ class Checkpoints:
             SaveError: none could be written, and the last one is gone.
             OSError: none could be written, and there is none.
         """
-        at_limit = self.run.clock.exceeds(self._reserve() + work)
+        clock = self.run.clock
+        at_limit = clock.exceeds(self._reserve() + work)
         if not (self.signals.asked or at_limit) or self.snapshot is None:
             return
         now = self.snapshot["progress"]["global_step"]
@@ -342,12 +345,13 @@ class Checkpoints:
         saved = step_of(self.last)
         how = f"{self.last} is saved" if saved == now else f"only {self.last} is saved, not step {now:,}"
         if self.signals.asked is None:
+            clock.needed = self._reserve() + work
             raise LimitReached(self._limit(how))
         raise Interrupted(f"interrupted by {self.signals.asked}: {how}, {self._goes_on()}")
 
     def _reserve(self) -> float:
         """Seconds for one more save and the way out."""
-        return 2 * self._save_seconds + LEAVING
+        return 3 * self.run.clock.save_seconds + LEAVING  # later ones are larger than the first
 
     def _limit(self, how: str) -> str:
         clock = self.run.clock
@@ -432,7 +436,7 @@ class Checkpoints:
             file.write(packed)
         self.last = self.run.last_checkpoint = path
         self._saved_at, self._failed = time.perf_counter(), False
-        self._save_seconds = self._saved_at - began
+        self.run.clock.save_seconds = self._saved_at - began
         self._name(path, about)
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
         for old in rolling[self.args.keep_checkpoints :]:

@@ -135,6 +135,8 @@ class Clock:
             )
         self.max_cost = args.max_cost
         self.before = self.dollars_before = self.unpriced_before = 0.0
+        self.save_seconds = 0.0  # what the last save took
+        self.needed = 0.0  # seconds that were left when a limit stopped the run, and were too few
         self.since = time.perf_counter()
         if Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem == script:  # its imports cost money too
             self.since -= time.time() - psutil.Process().create_time()
@@ -157,7 +159,8 @@ class Clock:
         priced = self.dollars_per_hour is not None
         unpriced = 0.0 if priced else self.unpriced_before + time.perf_counter() - self.since
         dollars = self.dollars() if priced else self.dollars_before
-        return {"seconds": self.seconds(), "dollars": dollars, "unpriced_seconds": unpriced}
+        kept = {"save_seconds": self.save_seconds, "needed": self.needed}
+        return {"seconds": self.seconds(), "dollars": dollars, "unpriced_seconds": unpriced, **kept}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Of whom knows of the later time: the heartbeat or the checkpoint."""
@@ -165,3 +168,4 @@ class Clock:
             self.before = state["seconds"]
             self.dollars_before = state.get("dollars", 0.0)
             self.unpriced_before = state.get("unpriced_seconds", state["seconds"])
+            self.save_seconds, self.needed = state.get("save_seconds", 0.0), state.get("needed", 0.0)

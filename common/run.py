@@ -183,7 +183,7 @@ class Run:
         remains = [path for path in self.dir.glob("checkpoints/*") if path.suffix != ".tmp"]
         self.had_checkpoint = bool(remains) or status.get("last_checkpoint") is not None
         with contextlib.suppress(KeyError, TypeError):  # the heartbeat knows of later times than a checkpoint
-            self.clock.load_state_dict(status["clock"])
+            self.clock.load_state_dict(status.get("clock") or {"seconds": status["seconds"]})
 
     def _refuse_another_run(self, config: dict[str, Any]) -> None:
         script = config.get("script", self.script)
@@ -200,10 +200,11 @@ class Run:
         try:
             if self._started:
                 self._stop(error)
-            elif self._new:
-                self._discard()
-            elif isinstance(error, LimitReached):
-                self.terminal.line(str(error))
+            else:
+                if isinstance(error, LimitReached):
+                    self.terminal.line(str(error))
+                if self._new:
+                    self._discard()
         finally:
             os.close(self._lock)
 

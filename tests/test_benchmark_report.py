@@ -123,6 +123,9 @@ def test_no_projection_without_two_numbers_of_environments():
         (lambda c: c.update(settings=None), "holds no settings"),
         (lambda c: c.update(settings=5), "damaged"),
         (lambda c: c["settings"][0].update(name=5), "without a name that is a word"),
+        (lambda c: c["machine"].pop("packages"), "damaged: KeyError 'packages'"),
+        (lambda c: c["settings"][0]["rounds"][0]["shares"].update(environment="half"), "no shares of time"),
+        (lambda c: c["settings"][0]["rounds"][0]["shares"].update(environment=0.9), "leave none for learning"),
     ],
 )
 def test_broken_and_foreign_result_files_are_named(tmp_path, change, words):
@@ -267,7 +270,7 @@ def test_the_report_holds_tables_pictures_and_every_figure_of_the_result_file(tm
         f"| ppo_atari fp32 | 8 | **{sps:,.0f}** | {0.9 * sps:,.0f} to {1.2 * sps:,.0f} | **{4 * sps:,.0f}** |" in text
     )
     hours = 1e9 / (4 * sps) / 3600
-    assert f"**{hours:,.1f}** | **${hours * 0.07:,.2f}** | 350 W given, $0.2 a kWh" in text
+    assert f"= {hours:,.1f} | = ${hours * 0.07:,.2f} | 350 W given, $0.2 a kWh" in text
     ratio = 100.0 / TRUTH.sps(8)
     assert f"| *1.30 x* (p) | **{ratio:.2f} x** | not tested | bf16 against fp32" in text
     assert "failed: it ended with status 2" in text

@@ -253,7 +253,7 @@ def test_the_limit_is_status_3_at_once_the_second_time_and_a_higher_one_goes_on(
     assert " at $3,600.000 an hour" in bill
     assert re.fullmatch(r"stopped at the limit, \$1\d\.\d+ of --max-cost 15 spent: .* is saved, .*", last)
 
-    again = run_script("ppo_continuous.py", *flags, "14", cwd=tmp_path)
+    again = run_script("ppo_continuous.py", *flags, "15", cwd=tmp_path)
     assert (again.returncode, again.stderr) == (3, "")
     (line,) = again.stdout.splitlines()
     assert line.startswith("stopped at the limit")
