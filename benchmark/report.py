@@ -278,6 +278,15 @@ class Report:
             rows.append(["AMP is about 30% faster", claim, Number(faster[0], "measured", 2, unit=" x"), verdict, words])
         else:
             rows.append(["AMP is about 30% faster", claim, "-", "not tested", "not measured in this result file"])
+        sweep = projection.sweep(self.here)
+        if len(sweep) > 1:
+            cores = self.here.machine["available_cores"]
+            best = max(sweep, key=lambda num_envs: self.here.settings[sweep[num_envs]].sps.median)
+            per_core = Number(best / cores, "measured", 1)
+            speeds = "; ".join(f"{n}: {self.here.settings[name].sps.median:,.0f}" for n, name in sweep.items())
+            verdict = "agrees" if 2 <= best / cores <= 4 else "does not agree"
+            words = f"environments: agent steps/s on {cores} cores: {speeds}; differences within the spread say nothing"
+            rows.append(["2 to 4 workers a core", "2 to 4", per_core, verdict, words])
         head = ["figure or claim", "published", "computed or measured", "verdict", "why"]
         return "The published comparison, audited", "", head, rows
 
