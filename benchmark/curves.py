@@ -31,6 +31,7 @@ mpl.use("Agg")  # draws to files, without a screen
 import matplotlib.pyplot as plt
 
 from benchmark.command_line import Parser, refuse
+from common.args import RESULT_STAYS
 
 SPS = "charts/SPS"
 
@@ -101,8 +102,7 @@ def group_of(run: Path) -> tuple[str, str]:
         return str(run), run.name
 
 
-NOT_THE_TASK = {"seed", "run_name", "runs_dir", "resume", "device", "checkpoint_minutes", "keep_checkpoints"}
-NOT_THE_TASK |= {"keep_every", "price_per_hour", "instance", "spot", "max_cost"}
+NOT_THE_TASK = RESULT_STAYS | {"seed"}
 
 
 def band(curves: list[Curve], x: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -14,9 +14,9 @@ import torch.nn as nn
 
 import common.checkpoint
 from common.args import SharedArgs
-from common.checkpoint import Checkpoints, Damaged, Rng, newest_first, read
+from common.checkpoint import LEAVING, Checkpoints, Damaged, Rng, newest_first, read
 from common.cost import Clock
-from common.errors import Interrupted, SaveError, UsageError
+from common.errors import Interrupted, LimitReached, SaveError, UsageError
 from common.preemption import StopSignals
 from common.run import Run
 
@@ -405,6 +405,15 @@ def test_a_disk_on_which_later_checkpoints_will_not_fit_is_warned_of_at_the_firs
     with Training(tmp_path, name="b") as training:
         training.iterate(2)
     assert "of disk are free" not in capsys.readouterr().out
+
+
+def test_a_restore_stops_at_the_limit_too(tmp_path):
+    begun(tmp_path)
+    with pytest.raises(LimitReached, match=r"step-0+20\.pt is saved"), Training(tmp_path) as training:
+        tick = training.checkpoints._replay_tick
+        tick(0.5)
+        training.run.clock.dollars_per_hour, training.run.clock.max_cost = 3600.0, LEAVING / 2
+        tick(0.5)
 
 
 def test_a_file_that_is_no_checkpoint_is_called_that_and_not_a_wrong_checksum(tmp_path):

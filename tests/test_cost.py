@@ -230,7 +230,7 @@ DOLLAR_A_SECOND = 3600.0
 
 
 @pytest.mark.parametrize("script", TINY)
-def test_a_run_stops_in_time_at_its_limit(tmp_path, script):
+def test_a_run_stops_in_time_at_its_limit(tmp_path, script, capsys):
     module = importlib.import_module(script)
     flags = dict(TINY[script], run_name="a", runs_dir=str(tmp_path), price_per_hour=DOLLAR_A_SECOND)
     with pytest.raises(LimitReached) as stop:
@@ -241,6 +241,11 @@ def test_a_run_stops_in_time_at_its_limit(tmp_path, script):
     assert status["global_step"] > 0
     (checkpoint,) = re.findall(r"checkpoints/step-(\d+).pt is saved", str(stop.value))
     assert int(checkpoint) == status["global_step"], "nothing was begun that could not be paid to its end"
+    capsys.readouterr()
+    with pytest.raises(LimitReached):
+        module.train(module.Args(**flags, max_cost=5.0))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("stopped at the limit"), "what was too little then is not tried again: nothing is restored"
 
 
 @pytest.mark.slow
