@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -229,7 +230,8 @@ def test_a_signal_ends_a_process_with_status_75_and_one_line(tmp_path):
     assert (process.returncode, err) == (75, "")
     (line,) = [line for line in out.splitlines() if line.startswith("interrupted")]
     saved = next((tmp_path / "runs" / "a" / "checkpoints").glob("step-*.pt"))
-    assert line.startswith("interrupted by SIGINT: runs/a/checkpoints/step-")
+    # of two signals so close together the kernel may deliver the second one first, to another thread
+    assert re.match(r"interrupted by SIG(INT|TERM): runs/a/checkpoints/step-", line)
     assert line.endswith(" is saved, the same command goes on from there")
     torch.load(saved, weights_only=True)
 
