@@ -31,10 +31,12 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, free_memory, require_memory, set_numerics
+from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.replay import Storage, SumTree, bytes_needed, choose_buffer_device, free_disk, require_room
 from common.run import Run
 from common.running import Mean
+from common.spot import SpotWatch
 
 
 @dataclass
@@ -323,7 +325,8 @@ def train(args: Args) -> dict[str, Any]:
     with (
         StopSignals() as signals,
         closing(memory),
-        Run(args, clock, "dqn_atari", run_name, total_timesteps, config) as run,
+        Run(args, clock, Mirror(args.mirror, run_name, signals), "dqn_atari", run_name, total_timesteps, config) as run,
+        SpotWatch(args.spot_watch, signals, run.terminal.line),
     ):
         if run.complete:
             return run.summary()

@@ -28,8 +28,10 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
+from common.spot import SpotWatch
 
 
 @dataclass
@@ -257,7 +259,11 @@ def train(args: Args) -> dict[str, Any]:
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
-    with StopSignals() as signals, Run(args, clock, "ppo_atari", run_name, total_timesteps, config) as run:
+    with (
+        StopSignals() as signals,
+        Run(args, clock, Mirror(args.mirror, run_name, signals), "ppo_atari", run_name, total_timesteps, config) as run,
+        SpotWatch(args.spot_watch, signals, run.terminal.line),
+    ):
         if run.complete:
             return run.summary()
         progress = run.progress

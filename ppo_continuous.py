@@ -31,9 +31,11 @@ from common.checkpoint import Checkpoints, Rng
 from common.control import ControlEnvs
 from common.cost import Clock
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
 from common.running import Normalizer
+from common.spot import SpotWatch
 from common.tiny import clip, compiled, flatten, in_numpy
 
 
@@ -297,7 +299,10 @@ def train(args: Args) -> dict[str, Any]:
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
     with (
         StopSignals() as signals,
-        Run(args, clock, "ppo_continuous", run_name, total_timesteps, config) as run,
+        Run(
+            args, clock, Mirror(args.mirror, run_name, signals), "ppo_continuous", run_name, total_timesteps, config
+        ) as run,
+        SpotWatch(args.spot_watch, signals, run.terminal.line),
         closing(envs),
     ):
         if run.complete:

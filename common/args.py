@@ -55,6 +55,10 @@ class SharedArgs:
     """with --instance: its spot price"""
     max_cost: float | None = None
     """US dollars after which the run stops with a checkpoint and status 3"""
+    spot_watch: Literal["auto", "off", "aws", "gcp", "azure", "alibaba"] = "auto"
+    """the cloud whose notice of taking this machine away stops the run with a checkpoint; auto finds out which"""
+    mirror: str | None = None
+    """folder or fsspec address (s3://bucket/runs) that gets a copy of the run, with which it goes on elsewhere"""
     run_name: str | None = None
     """folder below runs-dir; by default derived from the flags that change the result"""
     runs_dir: str = "runs"
@@ -82,6 +86,7 @@ class SharedArgs:
         self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
         self.require_positive("total_timesteps", "keep_checkpoints")
         self.require("runs_dir", self.runs_dir != "", "must name a folder")
+        self.require("mirror", self.mirror != "", "must name a folder or an address")
         self.require("checkpoint_minutes", self.checkpoint_minutes >= 0, "must not be negative")
         self.require("keep_every", self.keep_every is None or self.keep_every > 0, "must be positive")
         self.require("resume", self.resume != "", "must be auto, never, or a checkpoint or run folder")
@@ -111,7 +116,7 @@ FLOAT32_MAX = 3.4e38
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
 RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer"}
-RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost"}
+RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost", "spot_watch", "mirror"}
 IN_THE_NAME = {"env_id", "seed"}
 
 

@@ -10,7 +10,6 @@ A file is an ordinary `torch.save` archive of Python numbers, strings, container
 
 import contextlib
 import copy
-import hashlib
 import io
 import os
 import random
@@ -26,14 +25,14 @@ import torch
 import torch.nn as nn
 
 from common.errors import Interrupted, LimitReached, SaveError, UsageError
-from common.files import replacing, sync
+from common.files import SHA256_DIGITS, is_sealed, replacing, sealed, sync
 
 FORMAT = 1
-SHA256_DIGITS = 64
 # Entries that belong to the process and not to the training: two checkpoints of one step may differ in them.
 OF_THE_PROCESS = ("clock", "events")
 RETRY = 60.0  # seconds after a save that failed
 LEAVING = 1.0  # seconds from a save to the end of the process, at most
+SEEN = 6.0  # seconds from a cloud's notice until it is seen, at most
 ROLLING, KEPT, BEST = "step-{:012d}.pt", "keep-{:012d}.pt", "best.pt"
 
 
@@ -75,7 +74,7 @@ def pack(content: dict[str, Any]) -> bytearray:
     torch.save(content, archive)
     packed = bytearray(archive.getbuffer())
     packed[-2:] = struct.pack("<H", SHA256_DIGITS)  # the length of the comment, 0 before
-    return packed + hashlib.sha256(packed).hexdigest().encode()
+    return sealed(packed)
 
 
 def unpack(packed: bytes | bytearray) -> dict[str, Any]:
@@ -84,8 +83,7 @@ def unpack(packed: bytes | bytearray) -> dict[str, Any]:
     Raises:
         Damaged: it is not what `pack` once returned.
     """
-    body, digest = memoryview(packed)[:-SHA256_DIGITS], bytes(packed[-SHA256_DIGITS:])
-    if hashlib.sha256(body).hexdigest().encode() != digest:
+    if not is_sealed(packed):
         whole = packed[:2] == b"PK" and packed[-SHA256_DIGITS:].isalnum()
         raise Damaged("its checksum is wrong" if whole else "it is no checkpoint, or no whole one")
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
@@ -142,7 +140,7 @@ class Checkpoints:
     Args:
         run: a `Run` that holds its folder.
         state: owners of state by name; loaded in this order.
-        signals: `StopSignals`, or anything with `asked`.
+        signals: `StopSignals`.
 
     Raises:
         UsageError: no good checkpoint among those that are there, or one that does not fit this command.
@@ -161,6 +159,7 @@ class Checkpoints:
         self.snapshot: dict[str, Any] | None = None
         self._saved_at: float | None = None  # time of the last save or attempt; None: the first boundary is to be saved
         self._failed = False  # the last save
+        self._noticed = False  # whether a cloud's notice is long enough for a save has been looked at
         self._kept = 0  # multiples of keep_every that the checkpoints kept for good have passed
 
         path, content, damaged = self._find()
@@ -319,7 +318,7 @@ class Checkpoints:
         to_keep = self._multiples(self.run.progress.global_step) > self._kept
         newest = step_of(self.last) if self.last else 0
         by_owner = any(owner.save_due(newest, self.args.keep_checkpoints) for owner in self._owners("save_due"))
-        return (on_time or to_keep or by_owner) and (not self._failed or since >= RETRY)
+        return (on_time or to_keep or by_owner or self.signals.advised) and (not self._failed or since >= RETRY)
 
     def _multiples(self, step: int) -> int:
         return step // self.args.keep_every if self.args.keep_every else 0
@@ -441,7 +440,24 @@ class Checkpoints:
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
         for old in rolling[self.args.keep_checkpoints :]:
             old.unlink(missing_ok=True)
+        self.run.mirror.push(step, [part for owner in self._owners("parts") for part in owner.parts()])
+        self.signals.advised = False
+        self._warn_of_short_notice()
         self.run.set_phase(phase)
+
+    def _warn_of_short_notice(self) -> None:
+        """Once, as soon as the cloud is known and a save was measured."""
+        lead, needed = self.signals.lead, SEEN + self._reserve()
+        if lead is None or self._noticed:
+            return
+        self._noticed = True
+        if needed > lead:
+            self.run.terminal.line(
+                f"a save took {self.run.clock.save_seconds:.1f} s: until a notice is seen and a later save is written "
+                f"{needed:.0f} s may pass, and this cloud gives {lead:.0f}; what is trained after the last checkpoint "
+                f"would be lost. A faster disk for --runs-dir or a smaller --buffer-size helps, and "
+                f"--checkpoint-minutes below {self.args.checkpoint_minutes:g} loses less"
+            )
 
     def _warn_of_full_disk(self, size: int) -> None:
         """The first checkpoint has no optimiser's averages yet: later ones are up to three times as large."""

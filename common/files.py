@@ -1,12 +1,15 @@
 """Files that are whole or not there: write beside, then replace."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+BytesT = TypeVar("BytesT", bytes, bytearray)
 
 
 @contextlib.contextmanager
@@ -28,6 +31,20 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
         raise
     if durable:
         sync(path.parent)
+
+
+SHA256_DIGITS = 64
+
+
+def sealed(content: BytesT) -> BytesT:
+    """With its SHA-256 in hexadecimal digits behind it."""
+    return content + hashlib.sha256(content).hexdigest().encode()
+
+
+def is_sealed(content: BytesT) -> bool:
+    """Whether it is what `sealed` once returned."""
+    body, digest = memoryview(content)[:-SHA256_DIGITS], bytes(content[-SHA256_DIGITS:])
+    return hashlib.sha256(body).hexdigest().encode() == digest
 
 
 def sync(path: Path) -> None:

@@ -7,6 +7,7 @@ import atexit
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -15,12 +16,12 @@ from common.signals import SIGNALS
 # Programs beside the training scripts that import them, or this, and stop at once.
 NOT_TRAINING = ("evaluate", "doctor", "drill", "sweep")
 
-_asked: list[str] = []  # the names of all signals that arrived, oldest first
+_asked: list[tuple[str, float]] = []  # name and time of all signals that arrived, oldest first
 _answered = 0  # how many of them a run has looked at
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    _asked.append(signal.Signals(number).name)
+    _asked.append((signal.Signals(number).name, time.monotonic()))
 
 
 def listen() -> dict[int, object]:
@@ -41,7 +42,14 @@ class StopSignals:
     """Catch the signals for the time of a `with` block. A signal that came before, and that no run looked at, counts.
 
     In a thread, where Python allows no handlers, nothing is caught and whoever started the thread has to `ask`.
+
+    Attributes:
+        lead: the seconds that the cloud gives from its notice to the end; None where nobody knows.
+        advised: somebody thinks that a checkpoint should be made now.
     """
+
+    lead: float | None = None
+    advised = False
 
     def __enter__(self) -> "StopSignals":
         self._first = self._seen = _answered
@@ -60,11 +68,20 @@ class StopSignals:
     def asked(self) -> str | None:
         """The name of the first signal that arrived. Later ones change nothing."""
         self._seen = len(_asked)
-        return _asked[self._first] if self._seen > self._first else None
+        return _asked[self._first][0] if self._seen > self._first else None
+
+    @property
+    def asked_at(self) -> float | None:
+        """When that was, `time.monotonic()`."""
+        return _asked[self._first][1] if len(_asked) > self._first else None
 
     def ask(self, reason: str) -> None:
         """As if a signal had arrived; from any thread."""
-        _asked.append(reason)
+        _asked.append((reason, time.monotonic()))
+
+    def advise(self) -> None:
+        """Have a checkpoint made at the next boundary; from any thread."""
+        self.advised = True
 
 
 def _is_training_script() -> bool:

@@ -10,6 +10,7 @@ checkpoint that needs it.
 """
 
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
@@ -290,6 +291,30 @@ class Storage:
             sync(self.folder)
             sync(self.folder.parent)
 
+    def parts(self) -> list[tuple[str, int, int, str, Callable[[], bytes | None]]]:
+        """What a checkpoint of now counts on, for a mirror: the file below the run folder, the offset in bytes, the
+        size of the whole file, a key of the content, and a function that returns it, or None when it is overwritten."""
+        if not self.files:
+            return []
+        begins, found = self.oldest - STACK + 1, []
+        for number in range(begins // self.segment, self.position // self.segment + 1):
+            start = max(number * self.segment, self.first - STACK + 1)
+            stop = min((number + 1) * self.segment, self.position)
+            key = self.digests.get(number) or self.hash.hexdigest()
+            for name, array in self.arrays.items():
+                if stop > start:
+                    read = functools.partial(self._read_back, name, start, stop)
+                    offset = start % self.length * array[0].nbytes
+                    found.append((f"{self.FOLDER}/{name}.bin", offset, array.nbytes, key, read))
+        return found
+
+    def _read_back(self, name: str, start: int, stop: int) -> bytes | None:
+        content = self._read(
+            name, slice(start % self.length, start % self.length + stop - start), self.folder
+        ).tobytes()
+        # looked at after reading, from another thread than the one that writes
+        return content if self.position + 1 < start + self.length else None
+
     def state_dict(self) -> dict[str, Any]:
         """Positions and checksums of the files. Nothing but the position where there are none."""
         state = {"position": self.position, "segments": None}
@@ -332,7 +357,7 @@ class Storage:
             slots = slice(start % self.length, start % self.length + stop - start)
             try:
                 # not through the mapping: a disk that fails would end the process with SIGBUS
-                read = [self._read(name, slots) for name in ARRAYS]
+                read = [self._read(name, slots, self.source) for name in ARRAYS]
             except OSError as error:
                 return f"in {self.source} can't be read ({error.strerror})"
             for entries in zip(*read, strict=False):
@@ -353,10 +378,10 @@ class Storage:
             self._truncate(step, i, final.numpy())
         return ""
 
-    def _read(self, name: str, slots: slice) -> np.ndarray:
+    def _read(self, name: str, slots: slice, folder: Path) -> np.ndarray:
         """Bytes of a file, `[slots, bytes of a step]`, fewer where it is cut short."""
         step = self.arrays[name][0].nbytes
-        with open(self.source / f"{name}.bin", "rb", buffering=0) as file:
+        with open(folder / f"{name}.bin", "rb", buffering=0) as file:
             file.seek(slots.start * step)
             content = np.fromfile(file, np.uint8, (slots.stop - slots.start) * step)
         return content[: len(content) // step * step].reshape(-1, step)

@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -145,9 +146,9 @@ class Run:
     """
 
     def __init__(
-        self, args: Any, clock: Any, script: str, name: str, total_timesteps: int, config: dict[str, Any]
+        self, args: Any, clock: Any, mirror: Any, script: str, name: str, total_timesteps: int, config: dict[str, Any]
     ) -> None:
-        self.args, self.clock, self.script = args, clock, script
+        self.args, self.clock, self.mirror, self.script = args, clock, mirror, script
         self.dir = Path(args.runs_dir) / name
         self.total_timesteps = total_timesteps
         self.progress, self.events = Progress(), Events(self.dir)
@@ -175,7 +176,11 @@ class Run:
         self._lock, self._new, self._old = claim(self.dir, set_aside=args.resume == "never")
         try:
             self._refuse_another_run(read_json(self.dir / "config.json"))
-        except UsageError:
+            mirror.attach(self.dir, args.resume == "never", self._refuse_another_run, self.terminal.line)
+        except BaseException as error:
+            mirror.close(copy=False)
+            if self._new and isinstance(error, UsageError):
+                self._discard()
             os.close(self._lock)
             raise
         status = read_json(self.dir / "status.json")
@@ -203,7 +208,8 @@ class Run:
             else:
                 if isinstance(error, LimitReached):
                     self.terminal.line(str(error))
-                if self._new:
+                self.mirror.close(copy=error is None)
+                if self._new and not self.complete:
                     self._discard()
         finally:
             os.close(self._lock)
@@ -217,23 +223,32 @@ class Run:
 
     def _stop(self, error: BaseException | None) -> None:
         self.terminal.end_progress()
-        if isinstance(error, UsageError) and self._new and self.last_checkpoint is None:
-            self.events.close()
-            self._discard()
-            return
+        if isinstance(error, UsageError):
+            self.mirror.close(copy=False)
+            if self._new and self.last_checkpoint is None:
+                self.events.close()
+                self._discard()
+                return
         if isinstance(error, Interrupted | LimitReached):
             self.set_phase("interrupted" if isinstance(error, Interrupted) else "limit")
+            self._close()
             self.terminal.line(self.bill())
             self.terminal.line(str(error))
         elif error is not None:
             if isinstance(error, WorkerError):
                 self.rescue()
             self.set_phase("failed")
+            self._close()
             at_fault = not self._warm and not isinstance(error, WorkerError)  # an error while restoring it
             if self.last_checkpoint and not at_fault:
                 at = f"failed at step {self.progress.global_step:,}"
                 self.terminal.line(f"{at}: {self.last_checkpoint} is good, the same command goes on from there")
+        else:
+            self._close()
+
+    def _close(self) -> None:
         self.events.close()
+        self.mirror.close()
 
     def start(self, resumed_from: str | None = None) -> None:
         """Write what stands at the beginning of a process.
@@ -251,6 +266,7 @@ class Run:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
         self.terminal.line(f"run {self.dir}" + (f", the old one is now {self._old}" if self._old else ""))
         self.terminal.line(self.clock.note)
+        self.mirror.start()
 
     def ready(self, note: str = "") -> None:
         """The state is restored, or a new one is complete: open the event file, start the clocks of this process."""
@@ -285,6 +301,7 @@ class Run:
         microsecond."""
         if self._beat(self.progress_line):
             self._flush()
+            self.mirror.look()
 
     def _beat(self, line: Callable[[], str]) -> bool:
         now = time.perf_counter()
@@ -432,6 +449,7 @@ class Run:
             "clock": self.clock.state_dict(),
             "resumed_from": self.resumed_from,
             "last_checkpoint": self.last_checkpoint and str(self.last_checkpoint),
+            "mirror": self.mirror.status(),
         }
         with contextlib.suppress(OSError):
             write_json(self.dir / "status.json", status, durable=False)
@@ -527,12 +545,16 @@ def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool, Path | None
 
 
 class Terminal:
-    """Standard output: one updating line on a terminal, plain lines elsewhere. One that goes away is not an error."""
+    """Standard output: one updating line on a terminal, plain lines elsewhere. One that goes away is not an error.
+
+    For any thread.
+    """
 
     def __init__(self) -> None:
         self.is_tty = sys.stdout is not None and sys.stdout.isatty()
         self.gone = sys.stdout is None
         self._open_line = False
+        self._lock = threading.RLock()
 
     def _write(self, text: str) -> None:
         if self.gone:
@@ -546,21 +568,24 @@ class Terminal:
     def line(self, text: str) -> None:
         if not text:
             return
-        self.end_progress()
-        self._write(text + "\n")
-
-    def progress(self, text: str) -> None:
-        if self.is_tty:
-            # a longer line would wrap, and only its last row be overwritten
-            self._write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
-            self._open_line = True
-        else:
+        with self._lock:
+            self.end_progress()
             self._write(text + "\n")
 
+    def progress(self, text: str) -> None:
+        with self._lock:
+            if self.is_tty:
+                # a longer line would wrap, and only its last row be overwritten
+                self._write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+                self._open_line = True
+            else:
+                self._write(text + "\n")
+
     def end_progress(self) -> None:
-        if self._open_line:
-            self._write("\n")
-            self._open_line = False
+        with self._lock:
+            if self._open_line:
+                self._write("\n")
+                self._open_line = False
 
 
 def duration(seconds: float) -> str:

@@ -10,6 +10,7 @@ from conftest import run_script
 from benchmark import curves
 from common.args import SharedArgs
 from common.cost import Clock
+from common.mirror import Mirror
 from common.run import Run
 
 CONFIG = {"args": {}, "device": "cpu", "amp_dtype": ""}
@@ -17,7 +18,7 @@ CONFIG = {"args": {}, "device": "cpu", "amp_dtype": ""}
 
 def run_arguments(runs_dir, **flags):
     args = SharedArgs(runs_dir=str(runs_dir), **flags)
-    return args, Clock(args, "script"), "script", "a", 1000, CONFIG
+    return args, Clock(args, "script"), Mirror(None, "a", None), "script", "a", 1000, CONFIG
 
 
 def run_with_games(runs_dir, games):

@@ -17,6 +17,7 @@ from common.args import SharedArgs
 from common.checkpoint import LEAVING, Checkpoints, Damaged, Rng, newest_first, read
 from common.cost import Clock
 from common.errors import Interrupted, LimitReached, SaveError, UsageError
+from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
 
@@ -31,7 +32,15 @@ class Training:
         self.args.check()
         self.signals = StopSignals()
         config = {"device": "cpu", "amp_dtype": "torch.float32", "args": vars(self.args), **(config or {})}
-        self.run = Run(self.args, Clock(self.args, script), script, name, self.args.total_timesteps, config)
+        self.run = Run(
+            self.args,
+            Clock(self.args, script),
+            Mirror(self.args.mirror, name, self.signals),
+            script,
+            name,
+            self.args.total_timesteps,
+            config,
+        )
         self.net = net or nn.Linear(300, 300, bias=False)
         nn.init.zeros_(self.net.weight)
 

@@ -16,6 +16,7 @@ from common.args import SharedArgs, default_run_name
 from common.cost import Clock
 from common.errors import UsageError
 from common.files import replacing, write_json
+from common.mirror import Mirror
 from common.run import Run, Terminal, duration
 
 CONFIG = {"args": {"seed": 1}, "device": "cpu", "amp_dtype": "torch.float32"}
@@ -23,7 +24,15 @@ CONFIG = {"args": {"seed": 1}, "device": "cpu", "amp_dtype": "torch.float32"}
 
 def claim_run(runs_dir, name: str = "a", total_timesteps: int = 1000, **flags) -> Run:
     args = SharedArgs(runs_dir=str(runs_dir), **flags)
-    return Run(args, Clock(args, "script"), "script", name, total_timesteps, {**CONFIG, "args": vars(args)})
+    return Run(
+        args,
+        Clock(args, "script"),
+        Mirror(None, name, None),
+        "script",
+        name,
+        total_timesteps,
+        {**CONFIG, "args": vars(args)},
+    )
 
 
 def make_run(runs_dir, **kwargs) -> Run:
@@ -184,9 +193,11 @@ HOLDER = """
 import sys; sys.path.insert(0, {root!r})
 from common.args import SharedArgs
 from common.cost import Clock
+from common.mirror import Mirror
 from common.run import Run
 args = SharedArgs(runs_dir={runs!r})
-with Run(args, Clock(args, "script"), "script", "a", 100, {{"device": "cpu", "amp_dtype": "", "args": {{}}}}) as run:
+config = {{"device": "cpu", "amp_dtype": "", "args": {{}}}}
+with Run(args, Clock(args, "script"), Mirror(None, "a", None), "script", "a", 100, config) as run:
     run.start()
     run.ready()
     print("held", flush=True)
