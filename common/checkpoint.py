@@ -31,6 +31,7 @@ FORMAT = 1
 # Entries that belong to the process and not to the training: two checkpoints of one step may differ in them.
 OF_THE_PROCESS = ("clock", "events")
 RETRY = 60.0  # seconds after a save that failed
+CUT_RESTORES = 5  # in a row, after which a run stops by itself
 LEAVING = 1.0  # seconds from a save to the end of the process, at most
 SEEN = 6.0  # seconds from a cloud's notice until it is seen, at most
 ROLLING, KEPT, BEST = "step-{:012d}.pt", "keep-{:012d}.pt", "best.pt"
@@ -184,6 +185,16 @@ class Checkpoints:
             notes.append("--no-torch-deterministic: after an interruption the learner is exact, later bits may differ")
         for note in notes:
             run.terminal.line(note)
+        if run.barren > 1:
+            run.terminal.line(
+                f"the last {run.barren} processes of this run saved nothing new: the first checkpoint is made sooner"
+            )
+        if (cut := run.cut_restores)["count"] >= CUT_RESTORES:
+            run.restore, run.cut_restores = None, {"count": 0, "seconds": 0.0}  # started again by hand, it tries again
+            raise LimitReached(
+                f"stopped: the last {cut['count']} processes were ended while they restored {path}, which takes about "
+                f"{cut['seconds']:.0f} s: it needs a machine that lives longer, where the same command goes on"
+            )
         run.rescue = self._rescue
         for owner in self._owners("waiting"):
             owner.waiting = self.stop_if_asked
@@ -276,6 +287,8 @@ class Checkpoints:
 
     def _replay_tick(self, share: float) -> None:
         if self.signals.asked:
+            if not self.signals.asked.startswith("SIG"):
+                self.run.restore = None  # a cloud's notice says nothing of how long machines live
             what = f"while restoring {self._restoring}"
             raise Interrupted(f"interrupted by {self.signals.asked} {what}: {self._goes_on()}")
         if self.run.clock.exceeds(LEAVING):
@@ -313,7 +326,9 @@ class Checkpoints:
             self.snapshot = None  # the next step changes what it holds
 
     def _is_due(self) -> bool:
-        minutes, since = self.args.checkpoint_minutes, time.perf_counter() - self._saved_at
+        since = time.perf_counter() - self._saved_at
+        # a process that is killed before it saves anything leaves the next one less time to try
+        minutes = self.args.checkpoint_minutes / 2 ** min(self.run.barren, 10)
         on_time = minutes > 0 and since >= 60 * minutes
         to_keep = self._multiples(self.run.progress.global_step) > self._kept
         newest = step_of(self.last) if self.last else 0
@@ -434,7 +449,7 @@ class Checkpoints:
         with replacing(path) as file:
             file.write(packed)
         self.last = self.run.last_checkpoint = path
-        self._saved_at, self._failed = time.perf_counter(), False
+        self._saved_at, self._failed, self.run.barren = time.perf_counter(), False, 0
         self.run.clock.save_seconds = self._saved_at - began
         self._name(path, about)
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]

@@ -165,6 +165,8 @@ class Mirror:
         """
         if self.store is None:
             return
+        if self.store.local and folder.resolve().is_relative_to(Path(self.store.base).resolve()):
+            raise UsageError(f"--mirror {self.url}: is where the run itself is")
         self.folder, self.say = folder, say
         errors: list[BaseException] = []
 

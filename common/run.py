@@ -32,6 +32,7 @@ from common.files import read_json, replacing, write_json
 
 # seconds
 HEARTBEAT = 5.0  # between two status.json
+LEAST_SHARE = 0.05  # of a restore, from which its whole time is guessed
 BRIEF = 0.1  # the same, for phases that take milliseconds
 TERMINAL_LINE = 0.5  # between two changes of the progress line
 PLAIN_LINE = 10.0  # between two lines where there is no terminal
@@ -158,6 +159,9 @@ class Run:
         self.rescue: Callable[[], None] = lambda: None  # saves what is not saved yet
         self.last_checkpoint: Path | None = None
         self.resumed_from: str | None = None
+        self.restore: dict[str, float] | None = None  # seconds and share of the restore that is going on
+        self.cut_restores = {"count": 0, "seconds": 0.0}  # in a row; the time that a whole one would have taken
+        self.barren = 0  # processes in a row that saved nothing newer than what they began with
         self.laps: dict[str, float] = {}
         self._lap_time = self._last_status = self._last_line = time.perf_counter()
         self._warm: tuple[int, float] | None = None  # step and time from which the speed counts
@@ -187,8 +191,19 @@ class Run:
         self.complete = (self.dir / "summary.json").exists()
         remains = [path for path in self.dir.glob("checkpoints/*") if path.suffix != ".tmp"]
         self.had_checkpoint = bool(remains) or status.get("last_checkpoint") is not None
+        self._learn_from(status)
         with contextlib.suppress(KeyError, TypeError):  # the heartbeat knows of later times than a checkpoint
             self.clock.load_state_dict(status.get("clock") or {"seconds": status["seconds"]})
+
+    def _learn_from(self, status: dict[str, Any]) -> None:
+        """How the processes before ended."""
+        with contextlib.suppress(KeyError, TypeError):
+            if status["resumed_from"] and status["resumed_from"] == status["last_checkpoint"]:
+                self.barren = status["barren"] + 1
+            if cut := status["restore"]:
+                seconds = cut["seconds"] / max(cut["share"], LEAST_SHARE)
+                before = status["cut_restores"]
+                self.cut_restores = {"count": before["count"] + 1, "seconds": max(before["seconds"], seconds)}
 
     def _refuse_another_run(self, config: dict[str, Any]) -> None:
         script = config.get("script", self.script)
@@ -223,6 +238,8 @@ class Run:
 
     def _stop(self, error: BaseException | None) -> None:
         self.terminal.end_progress()
+        if not isinstance(error, Interrupted):
+            self.restore = None  # it was not cut short
         if isinstance(error, UsageError):
             self.mirror.close(copy=False)
             if self._new and self.last_checkpoint is None:
@@ -259,6 +276,8 @@ class Run:
         self.resumed_from = resumed_from
         self._started = True
         self.phase = "restore" if resumed_from else "start"
+        self._restore_began = time.perf_counter()
+        self.restore = {"seconds": 0.0, "share": 0.0} if resumed_from else None
         try:
             write_json(self.dir / "config.json", self.config)
             self.write_status()
@@ -270,6 +289,7 @@ class Run:
 
     def ready(self, note: str = "") -> None:
         """The state is restored, or a new one is complete: open the event file, start the clocks of this process."""
+        self.restore, self.cut_restores = None, {"count": 0, "seconds": 0.0}
         purge_step = self.progress.global_step + 1 if self.resumed_from else 0
         try:
             self.events.open(purge_step)
@@ -285,6 +305,7 @@ class Run:
 
     def restoring(self, share: float) -> None:
         """Keep heartbeat and progress line fresh while emulators play again or a replay memory is read."""
+        self.restore = {"seconds": time.perf_counter() - self._restore_began, "share": share}
         self._beat(lambda: f"restoring: {share:.0%}")
 
     # ---- time
@@ -450,6 +471,9 @@ class Run:
             "resumed_from": self.resumed_from,
             "last_checkpoint": self.last_checkpoint and str(self.last_checkpoint),
             "mirror": self.mirror.status(),
+            "restore": self.restore,
+            "cut_restores": self.cut_restores,
+            "barren": self.barren,
         }
         with contextlib.suppress(OSError):
             write_json(self.dir / "status.json", status, durable=False)

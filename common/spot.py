@@ -102,7 +102,7 @@ class _WithToken(Cloud):
     def renew(self, timeout: float = ANSWER) -> bool:
         self.token, self.token_until = None, time.monotonic() + TOKEN_TTL / 2
         answer = self.ask("/latest/api/token", {f"{self.header}-ttl-seconds": str(TOKEN_TTL)}, "PUT", timeout)
-        if answer.status == 200 and re.fullmatch(r"[!-;=?-~]+", answer.text):  # no HTML
+        if answer.status == 200 and re.fullmatch(r"[\w+/=-]{16,}", answer.text):
             self.token = answer.text
         return self.token is not None
 

@@ -385,7 +385,7 @@ def test_a_disk_that_cannot_be_read_is_said(tmp_path, monkeypatch):
     memory, _ = filled(tmp_path, 100)
     again = opened(tmp_path, 2, 80)
 
-    def broken(self, name, slots):
+    def broken(self, name, slots, folder):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(Storage, "_read", broken)
