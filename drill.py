@@ -6,7 +6,8 @@ It runs the command to the end once, then again, ending it with SIGKILL and SIGT
 (restore, rollout, update, save) and starting the same command until it completes. Then it compares final checkpoints
 and curves and prints PASS, or what differs. It knows nothing of the script but its contract: `--runs-dir`, the phase in
 `status.json` (with `pid`, `global_step` and `resumed_from`), `checkpoints/step-*.pt` that `torch.load` reads, and exit
-status 75.
+status 75. With `--mirror URL` the disk is lost too: the run folder is deleted after each interruption, some of them land
+in a copy to the mirror, and nothing but the run may be left there at the end.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import logging
 import os
 import random
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -28,13 +30,17 @@ from typing import Any
 
 import psutil
 import torch
+from fsspec.core import url_to_fs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.files import is_sealed
 
 # what may differ between two equal runs: entries of a checkpoint, and curves that measure the machine or the clock
 OF_THE_PROCESS = ("clock", "events")
 TIMED = ("charts/SPS", "time/", "system/", "gpu/", "cost/")
 
 PHASES = ("restore", "rollout", "update", "save")
+COPY = "copy"  # to the mirror, beside all of these
 POLL = 0.002  # seconds between two looks at status.json
 ORPHANS_END = 5.0  # seconds that children of a killed process have
 EXITS = 300.0  # seconds that a process has to leave after a signal
@@ -104,11 +110,43 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+class MirrorView:
+    """What stands in the mirror of the only run below an address (see common/mirror.py)."""
+
+    def __init__(self, url: str) -> None:
+        self.fs, self.base = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+
+    def _names(self) -> list[str]:
+        return (
+            [path for path in self.fs.find(self.base) if not path.endswith(".tmp")] if self.fs.exists(self.base) else []
+        )
+
+    def look(self) -> tuple[dict[str, Any], list[str]]:
+        """The newest manifest, empty if there is none, and the files that it does not name."""
+        names = self._names()
+        for path in sorted((name for name in names if "/manifest-" in name), reverse=True):
+            try:
+                content = self.fs.cat_file(path)
+            except FileNotFoundError:  # a newer one is there by now
+                return self.look()
+            if is_sealed(content):
+                manifest = json.loads(content.splitlines()[0])
+                folder = path.rpartition("/")[0]
+                named = {
+                    f"{folder}/objects/{piece[2]}" for file in manifest["files"].values() for piece in file["pieces"]
+                }
+                return manifest, [name for name in names if name not in named | {path, f"{folder}/lease.json"}]
+        return {}, [name for name in names if not name.endswith("/lease.json")]
+
+
 class Command:
     """The command under drill, with a folder of its own for its runs."""
 
-    def __init__(self, words: list[str], runs_dir: Path) -> None:
+    def __init__(self, words: list[str], runs_dir: Path, mirror: str | None = None) -> None:
+        """`mirror`: the run folder is lost with each interruption, and the command has this one."""
         self.words = [sys.executable, *words, "--runs-dir", str(runs_dir)]
+        self.words += ["--mirror", mirror] if mirror else []
+        self.mirror = MirrorView(mirror) if mirror else None
         self.runs_dir = runs_dir
         self.process: subprocess.Popen | None = None
         self.log = runs_dir.with_suffix(".log")
@@ -143,7 +181,19 @@ class Command:
             raise Failed(f"status.json has no {', '.join(sorted(missing))}")
         return status if status["pid"] == self.process.pid else {}
 
+    def lose_disk(self) -> None:
+        if self.mirror:
+            shutil.rmtree(self.runs_dir, ignore_errors=True)
+
+    def phases(self) -> tuple[str, ...]:
+        return (*PHASES, COPY) if self.mirror else PHASES
+
+    def is_copying(self) -> bool:
+        return bool(self.mirror.look()[1])
+
     def has_checkpoint(self) -> bool:
+        if self.mirror:
+            return self.mirror.look()[0].get("step") is not None
         return any(self.runs_dir.glob("*/checkpoints/*.pt"))
 
     def leftovers(self) -> list[int]:
@@ -195,7 +245,7 @@ class Drill:
         self.rng = random.Random(seed)
         self.landed: Counter[tuple[str, str]] = Counter()  # signal and phase
         self.tries = (
-            3 * len(PHASES) if len(plan) >= len(PHASES) else 0
+            3 * len(command.phases()) if len(plan) >= len(command.phases()) else 0
         )  # more interruptions, for phases that all missed
         self.exit_seconds: list[float] = []  # from SIGTERM to the end of the process
 
@@ -203,6 +253,7 @@ class Drill:
         """Raises `Failed` when the command breaks its contract."""
         delivered = 0
         while True:
+            self.command.lose_disk()
             had_checkpoint = self.command.has_checkpoint()
             self.command.start()
             if delivered == len(self.plan) and self.missed() and self.tries:
@@ -231,7 +282,10 @@ class Drill:
         deadline = since + PATIENCE
         while self.command.process.poll() is None:
             before, now = now, self.command.status().get("phase")
-            if now != before:
+            if phase == COPY:
+                if now in PHASES[1:] and self.command.is_copying():
+                    return self.command.status()
+            elif now != before:
                 if before == "restore":  # the undisturbed run had none
                     self.seconds["restore"] = time.monotonic() - since
                 since = time.monotonic()
@@ -265,6 +319,8 @@ class Drill:
         phase = after["phase"] if number == signal.SIGKILL else before["phase"]
         if phase not in PHASES:
             return False
+        if self.command.mirror and number == signal.SIGKILL and self.command.is_copying():
+            phase = COPY
         self.require_resumed(had_checkpoint)
         if number != signal.SIGKILL:
             self.exit_seconds.append(seconds)
@@ -275,27 +331,31 @@ class Drill:
 
     def missed(self) -> list[str]:
         hit = {phase for _, phase in self.landed}
-        return [phase for phase in PHASES if phase not in hit]
+        return [phase for phase in self.command.phases() if phase not in hit]
 
     def require_resumed(self, had_checkpoint: bool) -> None:
         if had_checkpoint and self.command.status().get("resumed_from") is None:
             raise Failed(f"started from zero although a checkpoint was there:\n{self.command.tail()}")
 
     def report(self) -> str:
-        lines = [f"{'':8}" + "".join(f"{phase:>9}" for phase in PHASES)]
+        phases = self.command.phases()
+        lines = [f"{'':8}" + "".join(f"{phase:>9}" for phase in phases)]
         for name in sorted({name for name, _ in self.landed}):
-            lines.append(f"{name:8}" + "".join(f"{self.landed[name, phase]:9}" for phase in PHASES))
+            lines.append(f"{name:8}" + "".join(f"{self.landed[name, phase]:9}" for phase in phases))
         if self.exit_seconds:
             median, worst = statistics.median(self.exit_seconds), max(self.exit_seconds)
             lines.append(f"from SIGTERM to the exit: median {median:.2f} s, worst {worst:.2f} s")
         return "\n".join(lines)
 
 
-def make_plan(kills: int, terms: int, rng: random.Random) -> list[tuple[int, str]]:
-    """Every phase as often as the others, in random order."""
-    plan = [(signal.SIGKILL if i < kills else signal.SIGTERM, PHASES[i % len(PHASES)]) for i in range(kills + terms)]
-    rng.shuffle(plan)
-    return plan
+def make_plan(kills: int, terms: int, phases: tuple[str, ...], rng: random.Random) -> list[tuple[int, str]]:
+    """Every phase as often as the others, in random order, but no more than three restores in a row: after five a run
+    gives up."""
+    plan = [(signal.SIGKILL if i < kills else signal.SIGTERM, phases[i % len(phases)]) for i in range(kills + terms)]
+    while True:
+        rng.shuffle(plan)
+        if all({phase for _, phase in plan[i : i + 4]} != {"restore"} for i in range(len(plan) - 3)):
+            return plan
 
 
 def main() -> None:
@@ -307,6 +367,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10, help="SIGKILLs (default: 10)")
     parser.add_argument("--terms", type=int, default=3, help="SIGTERMs (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--mirror", help="lose the disk too: empty folder or fsspec address for the command's --mirror")
     parser.add_argument("--dir", type=Path, help="folder for both runs, empty or new (default: a temporary one)")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
     args = parser.parse_args()
@@ -315,7 +376,7 @@ def main() -> None:
     if min(args.kills, args.terms) < 0 or args.kills + args.terms == 0:
         parser.error("--kills, --terms: at least one interruption")
     for word in args.command:
-        if word.split("=")[0].replace("_", "-") in ("--runs-dir", "--run-name", "--resume"):
+        if word.split("=")[0].replace("_", "-") in ("--runs-dir", "--run-name", "--resume", "--mirror"):
             parser.error(f"{word}: the drill chooses it")
     if args.dir and args.dir.exists() and not (args.dir.is_dir() and not any(args.dir.iterdir())):
         parser.error(f"--dir {args.dir}: is no empty folder")
@@ -326,15 +387,23 @@ def main() -> None:
     folder = args.dir or Path(tempfile.mkdtemp(prefix="drill-"))
     folder.mkdir(parents=True, exist_ok=True)
     print("$ python", shlex.join(words), flush=True)
-    undisturbed, disturbed = (Command(words, folder / name) for name in ("undisturbed", "disturbed"))
+    undisturbed = Command(words, folder / "undisturbed")
+    disturbed = Command(words, folder / "disturbed", args.mirror)
     drill = None
     try:
         seconds = run_undisturbed(undisturbed)
         print("undisturbed: " + ", ".join(f"{name} {seconds[name]:.2f} s" for name in PHASES if name in seconds))
-        drill = Drill(disturbed, make_plan(args.kills, args.terms, random.Random(args.seed)), seconds, args.seed)
+        drill = Drill(
+            disturbed,
+            make_plan(args.kills, args.terms, disturbed.phases(), random.Random(args.seed)),
+            seconds,
+            args.seed,
+        )
         drill.run()
         lines = compare(undisturbed.run_dir(), disturbed.run_dir())
-        if drill.missed() and len(drill.plan) >= len(PHASES):
+        if disturbed.mirror and (left := disturbed.mirror.look()[1]):
+            lines.append(f"the mirror has {len(left)} files that belong to nothing: {', '.join(left[:3])}")
+        if drill.missed() and len(drill.plan) >= len(disturbed.phases()):
             lines.append(f"no interruption landed in {', '.join(drill.missed())}")
     except Failed as failed:
         lines = [str(failed)]
