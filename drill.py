@@ -6,8 +6,8 @@ It runs the command to the end once, then again, ending it with SIGKILL and SIGT
 (restore, rollout, update, save) and starting the same command until it completes. Then it compares final checkpoints
 and curves and prints PASS, or what differs. It knows nothing of the script but its contract: `--runs-dir`, the phase in
 `status.json` (with `pid`, `global_step` and `resumed_from`), `checkpoints/step-*.pt` that `torch.load` reads, and exit
-status 75. With `--mirror URL` the disk is lost too: the run folder is deleted after each interruption, some of them land
-in a copy to the mirror, and nothing but the run may be left there at the end.
+status 75. With `--mirror URL` the disk is lost too: the run folder is deleted after each interruption, some land in
+a copy to the mirror, and nothing but the run may be left there at the end.
 """
 
 import argparse

@@ -37,6 +37,7 @@ RENEWAL = 10.0  # of the lease
 LEASE = 60.0  # without renewal, until another process may take it
 SETTLE = 1.0  # until it is clear which of two took it
 PATIENCE = 60.0  # without an answer
+RETRY = 5.0  # from one try to read a mirror to the next
 EXIT = 9.0  # from a signal on: what is not copied by then stays behind
 # bytes
 PIECE = 64 * 2**20
@@ -57,6 +58,10 @@ class Changed(Exception):
 
 class LeaseLost(Exception):
     """Another process copies to this place."""
+
+
+class Damaged(UsageError):
+    """What is in the mirror is not what was once copied to it."""
 
 
 class Store:
@@ -140,10 +145,12 @@ class Mirror:
         self._pushed: tuple[int | None, list[Part]] = (None, [])
         self._asking: dict[int, float] = {}  # since when, by thread
         self._lease_lock = threading.Lock()
-        self._attached = self._read = False
+        self._held = self._read = False  # the lease, the manifest
         self._with_copy = True
+        self._check: Callable[[dict[str, Any]], None] = lambda config: None
         self._trouble = ""  # what the user has heard of
         self._thread: threading.Thread | None = None
+        self._abandoned: threading.Thread | None = None  # whose answer may come too late
         self._wake, self._closing, self._done = threading.Event(), threading.Event(), threading.Event()
 
     # ---- at the start
@@ -167,14 +174,12 @@ class Mirror:
             return
         if self.store.local and folder.resolve().is_relative_to(Path(self.store.base).resolve()):
             raise UsageError(f"--mirror {self.url}: is where the run itself is")
-        self.folder, self.say = folder, say
+        self.folder, self.say, self._check = folder, say, check
         errors: list[BaseException] = []
 
         def work() -> None:
             try:
-                self._take_lease()
-                self._attached = True
-                self._look(afresh, check)
+                self._try_to_open(afresh)
             except BaseException as error:
                 errors.append(error)
 
@@ -183,9 +188,11 @@ class Mirror:
         while thread.is_alive() and not errors:
             thread.join(0.1)
             if self.signals.asked:
+                self._abandoned = thread
                 self._closing.set()
                 raise Interrupted(f"interrupted by {self.signals.asked} before the start: the same command starts it")
             if self._silent() and not self._read:
+                self._abandoned = thread
                 errors.append(TimeoutError(f"no answer in {PATIENCE:.0f} s"))
         if not errors:
             return
@@ -193,10 +200,26 @@ class Mirror:
             raise errors[0]
         if self._read or newest_step(folder) is None:
             raise UsageError(f"--mirror {self.url}: {reason(errors[0])}") from None
-        say(f"no mirror: {self.url} can't be read ({reason(errors[0])}); going on from {folder}")
-        self.store = None
+        say(f"going on from {folder}, without knowing whether {self.url} is further")
 
-    def _look(self, afresh: bool, check: Callable[[dict[str, Any]], None]) -> None:
+    def _try_to_open(self, afresh: bool) -> None:
+        """A machine that has just started may have no network yet."""
+        deadline, said = time.monotonic() + PATIENCE, False
+        while True:
+            try:
+                return self._open(afresh, fetch=True)
+            except (UsageError, Changed, FileNotFoundError, PermissionError):
+                raise
+            except Exception as error:
+                if self._read or time.monotonic() + RETRY > deadline:
+                    raise
+                if not said:
+                    self.say(f"cannot read {self.url} ({reason(error)}): trying for {PATIENCE:.0f} s")
+                said = True
+                self._closing.wait(RETRY)
+
+    def _open(self, afresh: bool, fetch: bool) -> None:
+        self._take_lease()
         manifest = self._newest_manifest()
         if manifest and afresh:
             self._set_aside()
@@ -211,11 +234,12 @@ class Mirror:
                 if key:
                     self._known[name, offset, key] = [offset, size, object_name, sha256, key]
         if "config.json" in self._files:
-            check(json.loads(b"".join(self._content(self._files["config.json"]))))
+            self._check(json.loads(b"".join(self._content(self._files["config.json"]))))
         self._read = True
         ours = newest_step(self.folder)
         ends = manifest["complete"] and not (self.folder / "summary.json").exists()
-        if self.step is not None and (ours is None or self.step > ours or (self.step == ours and ends)):
+        further = self.step is not None and (ours is None or self.step > ours or (self.step == ours and ends))
+        if fetch and further:
             self._fetch()
 
     def _newest_manifest(self) -> dict[str, Any] | None:
@@ -261,9 +285,16 @@ class Mirror:
             if any(piece[4] for piece in file["pieces"]):
                 self._fetch_in_place(path, file)
             elif not self._is_there(path, file):
-                with replacing(path) as beside:
-                    for content in self._content(file):
-                        beside.write(content)
+                try:
+                    with replacing(path) as beside:
+                        for content in self._content(file):
+                            beside.write(content)
+                except Damaged as error:
+                    if not name.startswith("checkpoints/"):
+                        raise
+                    self.say(f"{name} can't be fetched: {error}")
+        if newest_step(self.folder) is None:
+            raise UsageError(f"--mirror {self.url}: no checkpoint there is whole; --resume never sets the run aside")
         self.say(f"fetched in {time.monotonic() - began:.0f} s")
 
     def _fetch_in_place(self, path: Path, file: dict[str, Any]) -> None:
@@ -291,15 +322,20 @@ class Mirror:
     def _object(self, name: str, sha256: str) -> bytes:
         if self._closing.is_set():
             raise Changed
-        content = self._ask(self.store.get, f"objects/{name}")
+        try:
+            content = self._ask(self.store.get, f"objects/{name}")
+        except FileNotFoundError:
+            raise Damaged(f"{name} is not in the mirror; --resume never sets the run there aside") from None
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise UsageError(f"--mirror {self.url}: {name} is damaged; --resume never sets the run aside")
+            raise Damaged(f"{name} is damaged in the mirror; --resume never sets the run there aside")
         return content
 
     # ---- the lease
 
     def _take_lease(self) -> None:
         other = self._lease()
+        if self._is_ours(other):
+            return
         if other and not is_dead(other):
             who = f"process {other.get('pid')} on {other.get('host')}"
             self.say(f"{self.store.base} is held by {who}: waiting up to {LEASE:.0f} s for a sign of life")
@@ -315,6 +351,7 @@ class Mirror:
             time.sleep(SETTLE)
         if not self._is_ours(self._lease()):
             raise UsageError(f"--mirror {self.url}: another process has just taken {self.name}")
+        self._held = True
 
     def _lease(self) -> dict[str, Any] | None:
         try:
@@ -334,9 +371,10 @@ class Mirror:
     def _renew(self) -> None:
         while not self._closing.wait(RENEWAL):
             with contextlib.suppress(Exception), self._lease_lock:  # the copying thread tells of trouble
-                if not self._is_ours(self._lease()):
-                    return
-                self._write_lease()
+                if self._held:
+                    self._held = self._is_ours(self._lease())
+                    if self._held:
+                        self._write_lease()
 
     # ---- in the loop
 
@@ -369,7 +407,7 @@ class Mirror:
         Args:
             copy: else only the lease is given back.
         """
-        if self.store is None or not self._attached:
+        if self.store is None or not (self._thread or self._held):
             return
         self._with_copy = copy
         self._closing.set()
@@ -392,6 +430,8 @@ class Mirror:
             self._wake.clear()
             try:
                 if self._with_copy:
+                    if not self._read:
+                        self._open(afresh=False, fetch=False)
                     if first:
                         self._find_garbage()
                         first = False
@@ -406,8 +446,8 @@ class Mirror:
                     self._tell("the replay memory changes faster than it can be copied")
                 if self._closing.is_set() and not closing:
                     continue
-            except LeaseLost:
-                self.say(f"another process has taken {self.store.base}: training goes on without a mirror")
+            except (LeaseLost, UsageError) as error:
+                self.say(f"{error}: training goes on without a mirror")
                 break
             except Exception as error:
                 self._tell(reason(error))
@@ -464,7 +504,7 @@ class Mirror:
         content = {"format": FORMAT, "number": self._number + 1, "step": newest, "complete": complete, "files": files}
         with self._lease_lock:
             if not self._is_ours(self._lease()):
-                raise LeaseLost
+                raise LeaseLost(f"another process has taken {self.store.base}")
         before = f"manifest-{self._number:012d}-"
         name = f"manifest-{self._number + 1:012d}-{self.identity['owner'][:8]}.json"
         self._ask(self.store.put, name, sealed(json.dumps(content).encode() + b"\n"))
@@ -557,9 +597,12 @@ class Mirror:
         thread = threading.get_ident()
         self._asking[thread] = time.monotonic()
         try:
-            return call(*args)
+            answer = call(*args)
         finally:
             self._asking.pop(thread, None)
+        if threading.current_thread() is self._abandoned:
+            raise Changed
+        return answer
 
     def _silent(self) -> bool:
         return any(time.monotonic() - since > PATIENCE for since in list(self._asking.values()))

@@ -30,22 +30,18 @@ class Training:
     def __init__(self, runs_dir, name="a", script="script", net=None, config=None, **flags) -> None:
         self.args = SharedArgs(runs_dir=str(runs_dir), run_name=name, **flags)
         self.args.check()
-        self.signals = StopSignals()
+        self.signals = StopSignals().__enter__()
         config = {"device": "cpu", "amp_dtype": "torch.float32", "args": vars(self.args), **(config or {})}
-        self.run = Run(
-            self.args,
-            Clock(self.args, script),
-            Mirror(self.args.mirror, name, self.signals),
-            script,
-            name,
-            self.args.total_timesteps,
-            config,
-        )
+        mirror = Mirror(self.args.mirror, name, self.signals)
+        try:
+            self.run = Run(self.args, Clock(self.args, script), mirror, script, name, self.args.total_timesteps, config)
+        except BaseException:
+            self.signals.__exit__(None, None, None)
+            raise
         self.net = net or nn.Linear(300, 300, bias=False)
         nn.init.zeros_(self.net.weight)
 
     def __enter__(self) -> "Training":
-        self.signals.__enter__()
         self.run.__enter__()
         state = {"progress": self.run.progress, "net": self.net, "rng": Rng(1, CPU)}
         try:
