@@ -368,6 +368,11 @@ class Mirror:
     def _is_ours(self, lease: dict[str, Any] | None) -> bool:
         return lease is not None and lease.get("owner") == self.identity["owner"]
 
+    def _require_lease(self) -> None:
+        with self._lease_lock:
+            if not self._is_ours(self._lease()):
+                raise LeaseLost(f"another process has taken {self.store.base}")
+
     def _renew(self) -> None:
         while not self._closing.wait(RENEWAL):
             with contextlib.suppress(Exception), self._lease_lock:  # the copying thread tells of trouble
@@ -432,7 +437,7 @@ class Mirror:
                 if self._with_copy:
                     if not self._read:
                         self._open(afresh=False, fetch=False)
-                    if first:
+                    if first or closing:
                         self._find_garbage()
                         first = False
                     self._copy(closing)
@@ -486,6 +491,7 @@ class Mirror:
             Exception: whatever a driver raises.
         """
         began = time.monotonic()
+        self._require_lease()
         step, parts = self._pushed
         known: dict[tuple, list] = {}
         files = self._large_files(parts, known, closing)
@@ -502,9 +508,7 @@ class Mirror:
             return  # a run is never replaced by one that is not as far
         complete = "summary.json" in files
         content = {"format": FORMAT, "number": self._number + 1, "step": newest, "complete": complete, "files": files}
-        with self._lease_lock:
-            if not self._is_ours(self._lease()):
-                raise LeaseLost(f"another process has taken {self.store.base}")
+        self._require_lease()
         before = f"manifest-{self._number:012d}-"
         name = f"manifest-{self._number + 1:012d}-{self.identity['owner'][:8]}.json"
         self._ask(self.store.put, name, sealed(json.dumps(content).encode() + b"\n"))

