@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import shutil
+import time
 import zipfile
 
 import numpy as np
@@ -577,3 +578,127 @@ def test_another_machine_or_precision_is_said_aloud(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"torch_threads {threads + 1} instead of {threads}; amp_dtype torch.bfloat16 instead of torch.float32" in out
     assert "the learner is exact, but no longer bit for bit an undisturbed run's" in out
+
+
+class Slow:
+    """An owner whose restore takes four steps; in the second one something may happen."""
+
+    def __init__(self, happens) -> None:
+        self.replay_tick = lambda share: None
+        self.happens = happens
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        for number in range(1, 5):
+            if number == 2:
+                self.happens()
+            self.replay_tick(number / 4)
+
+
+class Killed(SystemError):
+    """Stands for SIGKILL: the run's files stay as they are at that moment."""
+
+
+def die() -> None:
+    raise Killed
+
+
+def restore(tmp_path, happens=lambda: None) -> Training:
+    """One process of a run with a slow restore, and its first iteration. Returns what it was."""
+    training = Training(tmp_path, checkpoint_minutes=1.0)
+    state = {"progress": training.run.progress, "net": training.net, "slow": Slow(happens), "rng": Rng(1, CPU)}
+    if happens in ("SIGTERM", "Google's notice"):
+        state["slow"].happens = lambda: training.signals.ask(happens)
+    training.run.__enter__()
+    try:
+        training.checkpoints = Checkpoints(
+            training.run, state | {"clock": training.run.clock, "events": training.run.events}, training.signals
+        )
+        training.iterate(1)
+        training.run.set_phase("update")
+        training.__exit__(None, None, None)
+    except Killed:
+        training.run.write_status()  # the last heartbeat
+        training.run.events.close()
+        os.close(training.run._lock)
+        training.signals.__exit__(None, None, None)
+    except BaseException as error:
+        training.__exit__(type(error), error, None)
+        raise
+    return training
+
+
+def test_a_run_that_is_killed_faster_than_it_restores_says_so_and_stops(tmp_path, capsys):
+    restore(tmp_path)
+    for count in range(5):
+        assert restore(tmp_path, die).run.cut_restores["count"] == count
+    capsys.readouterr()
+    with pytest.raises(LimitReached, match=r"the last 5 processes were ended while they restored .*000.pt, which"):
+        restore(tmp_path)
+    assert "it needs a machine that lives longer, where the same command goes on" in capsys.readouterr().out
+    assert json.loads((tmp_path / "a" / "status.json").read_text())["phase"] == "limit"
+    # by hand it tries again, and when it gets through all is forgotten
+    restore(tmp_path, die)
+    assert restore(tmp_path).run.cut_restores["count"] == 0
+    assert json.loads((tmp_path / "a" / "status.json").read_text())["cut_restores"]["count"] == 0
+
+
+def test_a_restore_that_fails_by_itself_was_not_cut_short(tmp_path):
+    restore(tmp_path)
+
+    def fail() -> None:
+        raise ValueError("another program's")
+
+    for _ in range(6):
+        with pytest.raises(UsageError, match="its slow does not fit"):
+            restore(tmp_path, fail)
+    assert restore(tmp_path).run.cut_restores["count"] == 0
+
+
+@pytest.mark.parametrize(("reason", "counts"), [("SIGTERM", True), ("Google's notice", False)])
+def test_a_signal_cuts_a_restore_short_and_a_clouds_notice_says_nothing_of_later_machines(tmp_path, reason, counts):
+    restore(tmp_path)
+    for _ in range(5):
+        with pytest.raises(Interrupted, match="while restoring"):
+            restore(tmp_path, reason)
+    if counts:
+        with pytest.raises(LimitReached, match="the last 5 processes"):
+            restore(tmp_path)
+    else:
+        assert restore(tmp_path).run.cut_restores["count"] == 0
+
+
+def test_the_time_of_a_whole_restore_is_guessed_from_the_share_that_was_done(tmp_path):
+    with Training(tmp_path) as training:
+        training.iterate(1)
+    status = json.loads((tmp_path / "a" / "status.json").read_text())
+    status |= {"restore": {"seconds": 30.0, "share": 0.25}, "cut_restores": {"count": 1, "seconds": 100.0}}
+    (tmp_path / "a" / "status.json").write_text(json.dumps(status))
+    training = Training(tmp_path)
+    assert training.run.cut_restores == {"count": 2, "seconds": 120.0}
+    training.__exit__(None, None, None)
+
+
+def test_processes_that_are_killed_before_they_save_leave_the_next_one_less_time(tmp_path, capsys):
+    def killed(steps: int) -> Training:
+        training = Training(tmp_path, checkpoint_minutes=1.0).__enter__()
+        training.iterate(steps)
+        training.run.write_status()
+        training.run.events.close()
+        os.close(training.run._lock)
+        training.signals.__exit__(None, None, None)
+        return training
+
+    assert [killed(3).run.barren for _ in range(4)] == [0, 0, 1, 2]  # the first one saved the start
+    training = killed(0)
+    assert training.run.barren == 3
+    assert "the last 3 processes of this run saved nothing new" in capsys.readouterr().out
+    training.checkpoints._saved_at = time.perf_counter() - 8.0  # an eighth of a minute
+    assert training.checkpoints._is_due()
+    training.checkpoints._saved_at = time.perf_counter() - 7.0
+    assert not training.checkpoints._is_due()
+    with Training(tmp_path, checkpoint_minutes=1e-9) as training:
+        training.iterate(2)
+        assert training.run.barren == 0
