@@ -416,6 +416,7 @@ def test_the_benchmark_measures_prints_its_commands_and_writes_result_and_report
     assert "hostname" not in json.dumps(result.machine)
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_half_way_is_shown_the_rest_goes_on_and_the_status_is_1(tmp_path, monkeypatch, capsys):
     import benchmark.run as benchmark
 

@@ -296,6 +296,7 @@ def test_a_dead_worker_is_noticed_though_its_own_child_holds_the_pipe():
         envs.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_does_not_hide_a_signal():
     class Stopped(Exception):
         pass

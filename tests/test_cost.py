@@ -269,6 +269,7 @@ def test_the_limit_is_status_3_at_once_the_second_time_and_a_higher_one_goes_on(
     assert f"resumed at step {step:,} from" in more.stdout
 
 
+@pytest.mark.slow
 def test_an_instance_names_its_price_at_the_start_and_is_no_part_of_the_runs_name(tmp_path):
     tiny = ["--env-id", "Pendulum-v1", "--num-steps", "64", "--num-minibatches", "2", "--total-timesteps", "64"]
     tiny += ["--runs-dir", str(tmp_path)]

@@ -197,6 +197,7 @@ def test_updates_an_agent_step_are_exact_for_any_number_of_environments(tmp_path
     assert summary["games"] > 0
 
 
+@pytest.mark.slow
 def test_only_every_fourth_step_changes_the_network_and_the_target_is_copied_on_time(
     tmp_path, corridor, monkeypatch, networks
 ):
@@ -338,6 +339,7 @@ def test_no_step_is_made_that_a_kept_checkpoint_would_not_survive(tmp_path, corr
     assert looked[-1] == keep
 
 
+@pytest.mark.slow
 def test_a_full_disk_says_that_the_memory_of_the_last_checkpoint_goes(tmp_path, corridor, monkeypatch, capsys):
     real = Checkpoints._write
 
@@ -392,6 +394,7 @@ def test_a_lost_memory_is_said_and_filled_again_before_learning_goes_on(tmp_path
     assert min(drawn) >= 0  # nothing of what was lost
 
 
+@pytest.mark.slow
 def test_another_run_begins_with_the_memory_of_the_one_it_goes_on_from(tmp_path, corridor, capsys):
     train(tmp_path, "short", total_timesteps=200, train_frequency=20)
     longer = dict(total_timesteps=600, exploration_fraction=1 / 6, train_frequency=20)
@@ -493,6 +496,7 @@ def test_the_end_is_a_point_of_the_curves_although_it_is_no_multiple(tmp_path, c
     assert last == json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"]
 
 
+@pytest.mark.slow
 def test_priorities_that_a_checkpoint_lacks_are_refused_by_the_flags_name(tmp_path, corridor):
     train(tmp_path, "plain", **WRAPS)
     with pytest.raises(UsageError, match=r"--prioritized True: .* has False, which can't be changed on the way"):
@@ -520,6 +524,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_memory_grows_by_what_was_said(tmp_path):
     """20,000 transitions, resident, against `bytes_needed`: a million need 50 times as much."""
     code = f"""

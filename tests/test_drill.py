@@ -148,12 +148,3 @@ def wait_until(condition, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@pytest.mark.slow
-def test_the_drill_passes_on_ppo(tmp_path):
-    sizes = ["--num-envs", "4", "--num-steps", "32", "--num-minibatches", "2", "--update-epochs", "2"]
-    flags = [str(ROOT / "ppo_atari.py"), *sizes, "--total-timesteps", "2560"]
-    done = run_script("drill.py", "--kills", "2", "--terms", "1", "--dir", "drill", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS" in done.stdout

@@ -385,6 +385,7 @@ def test_a_state_stays_what_it_was_while_the_games_go_on():
     envs.close()
 
 
+@pytest.mark.slow
 def test_reseeding_keeps_what_has_to_be_played_again_short(often_reseeded):
     for env_id, most in (("BreakoutNoFrameskip-v4", 10), ("ALE/Breakout-v5", 100 + 10)):
         envs = AtariEnvs(env_id, 2, **SHORT_GAMES)

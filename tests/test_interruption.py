@@ -120,6 +120,7 @@ def test_a_run_with_precision_switched_goes_on_and_says_so(tmp_path, monkeypatch
     assert "amp_dtype torch.float16 instead of torch.float32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_a_complete_one(tmp_path, capsys):
     train(tmp_path, "short", total_timesteps=128)
     summary = train(tmp_path, "long", total_timesteps=256, resume=str(tmp_path / "short"))
@@ -177,6 +178,7 @@ def test_an_error_in_the_loop_names_the_last_good_checkpoint_and_the_run_goes_on
     assert drill.compare(tmp_path / "whole", tmp_path / "failed") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["agent.pt", "summary.json"])
 def test_an_end_that_cannot_be_written_is_one_line_and_the_next_start_writes_it(tmp_path, monkeypatch, name):
     import common.files
@@ -305,9 +307,9 @@ def test_a_signal_in_a_long_rollout_or_a_large_minibatch_ends_within_5_seconds(t
 
 @pytest.mark.slow
 def test_the_drill_passes_on_sticky_actions(tmp_path):
-    flags = ["--env-id", "ALE/Pong-v5", "--num-steps", "32", "--total-timesteps", "6400"]
+    flags = ["--env-id", "ALE/Pong-v5", "--num-steps", "32", "--total-timesteps", "4096"]
     done = run_script(
-        "drill.py", "--kills", "4", "--terms", "4", "--dir", "drill", str(ROOT / "ppo_atari.py"), *flags, cwd=tmp_path
+        "drill.py", "--kills", "3", "--terms", "2", "--dir", "drill", str(ROOT / "ppo_atari.py"), *flags, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout

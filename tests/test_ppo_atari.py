@@ -302,6 +302,7 @@ def test_bad_input_gets_one_line_and_status_2_and_leaves_nothing(case, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_line_itself_refuses_in_one_line(tmp_path):
     done = run_script("ppo_atari.py", "--env-id", "Breakout-v4", cwd=tmp_path)
     assert done.returncode == 2

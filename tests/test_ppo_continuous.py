@@ -270,6 +270,7 @@ TAGS |= {f"time/{name}" for name in ("checkpoint", "environment", "inference", "
 TAGS |= {"system/cpu_percent", "system/ram_mib", "cost/hours"}
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_ends_episodes_and_logs_every_tag(tmp_path):
     flags = ["--env-id", "Pendulum-v1", "--total-timesteps", "4096", "--update-epochs", "2", "--amp"]
     done = run_script("ppo_continuous.py", *flags, cwd=tmp_path)
@@ -569,6 +570,7 @@ def test_a_killed_worker_ends_the_run_with_status_1_and_a_named_checkpoint(tmp_p
     assert not any(worker.is_running() for worker in workers)
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_is_one_stop_and_no_worker_is_left(tmp_path):
     process = start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     workers = workers_of(process)
@@ -580,6 +582,7 @@ def test_a_signal_to_the_whole_group_is_one_stop_and_no_worker_is_left(tmp_path)
     assert not any(worker.is_running() for worker in workers)
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_run(tmp_path):
     process = start(tmp_path, stdout=subprocess.DEVNULL)
     workers = workers_of(process)
@@ -595,13 +598,13 @@ def test_no_worker_outlives_a_killed_run(tmp_path):
     "flags", [["--env-id", "HalfCheetah-v5"], ["--env-id", "Hopper-v5"], ["--env-id", "Pendulum-v1"]]
 )
 def test_the_drill_passes(tmp_path, flags):
-    sizes = ["--num-steps", "256", "--total-timesteps", "6400"]
+    sizes = ["--num-steps", "256", "--total-timesteps", "3840"]
     done = run_script(
         "drill.py",
         "--kills",
         "2",
         "--terms",
-        "2",
+        "1",
         "--dir",
         "drill",
         str(ROOT / "ppo_continuous.py"),
