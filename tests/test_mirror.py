@@ -427,6 +427,31 @@ def test_without_a_mirror_nobody_knows_how_far_a_new_machine_is_with_its_folder_
     assert not (tmp_path / "a").exists()
 
 
+def test_a_silent_store_at_the_start_is_given_up_and_its_late_answer_changes_nothing(
+    tmp_path, monkeypatch, store, capsys
+):
+    monkeypatch.setattr(common.mirror, "PATIENCE", 0.3)
+    with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
+        training.iterate(3)
+    shutil.copytree(tmp_path / "a", tmp_path / "old")
+    with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
+        training.iterate(3)
+    shutil.rmtree(tmp_path / "a")
+    shutil.move(tmp_path / "old", tmp_path / "a")
+    release = threading.Event()
+    hook(store, "before", lambda what, path: release.wait(60))
+    with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
+        assert training.run.progress.global_step == 20
+        release.set()
+        wait_until(lambda: training.run.mirror.step == 40)
+        wait_until(lambda: not any(thread.name == "mirror-start" for thread in threading.enumerate()))
+        training.iterate(4)
+        wait_until(lambda: training.run.mirror.step == 50)
+    out = capsys.readouterr().out
+    assert "without knowing whether moody://bucket/runs is further" in out
+    assert "fetching" not in out
+
+
 def test_a_network_that_comes_up_late_is_waited_for(tmp_path, store):
     tries = []
 
