@@ -116,14 +116,14 @@ class MirrorView:
     def __init__(self, url: str) -> None:
         self.fs, self.base = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         return (
             [path for path in self.fs.find(self.base) if not path.endswith(".tmp")] if self.fs.exists(self.base) else []
         )
 
     def look(self) -> tuple[dict[str, Any], list[str]]:
         """The newest manifest, empty if there is none, and the files that it does not name."""
-        names = self._names()
+        names = self.names()
         for path in sorted((name for name in names if "/manifest-" in name), reverse=True):
             try:
                 content = self.fs.cat_file(path)
@@ -380,6 +380,13 @@ def main() -> None:
             parser.error(f"{word}: the drill chooses it")
     if args.dir and args.dir.exists() and not (args.dir.is_dir() and not any(args.dir.iterdir())):
         parser.error(f"--dir {args.dir}: is no empty folder")
+    if args.mirror:
+        try:
+            taken = MirrorView(args.mirror).names()
+        except Exception as error:  # of whichever driver
+            parser.error(f"--mirror {args.mirror}: {' '.join(str(error).split())}")
+        if taken:
+            parser.error(f"--mirror {args.mirror}: is not empty")
     words = args.command
     if not any(word.split("=")[0].replace("_", "-") == "--checkpoint-minutes" for word in words):
         words = [*words, "--checkpoint-minutes", "0.02"]  # or each kill would throw minutes away

@@ -116,6 +116,8 @@ BAD = {
     "no script": ([], "name a script that is there, got nothing"),
     "a script that is not there": (["nowhere.py"], "name a script that is there, got nowhere.py"),
     "nothing to do": (["--kills", "0", "--terms", "0", str(ROOT / "ppo_atari.py")], "at least one interruption"),
+    "a mirror of another run": (["--mirror", str(ROOT / "tests"), str(ROOT / "ppo_atari.py")], "is not empty"),
+    "a mirror that is none": (["--mirror", "foo://x", str(ROOT / "ppo_atari.py")], "Protocol not known: foo"),
     "a flag of the drill": ([str(ROOT / "ppo_atari.py"), "--runs-dir", "x"], "--runs-dir: the drill chooses it"),
 }
 
