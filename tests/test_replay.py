@@ -546,3 +546,40 @@ def test_new_transitions_get_the_largest_priority_so_far():
     other.load_state_dict(priorities.state_dict())
     assert other.largest == priorities.largest
     assert other.tree.total == priorities.tree.total
+
+
+def test_parts_for_a_mirror_are_what_a_checkpoint_counts_on_until_they_are_overwritten(tmp_path):
+    stream = Stream(2, np.random.default_rng(1))
+    memory = opened(tmp_path / "replay", 2, 400)
+    memory.begin(stream.obs)
+    for _ in range(300):  # the ring has come round
+        stream.step_into(memory)
+    state, parts = memory.state_dict(), memory.parts()
+    contents = [read() for *_, read in parts]
+    assert None not in contents
+    # a copy made of them on another machine is what the checkpoint wants
+    for (name, offset, size, _, _), content in zip(parts, contents, strict=True):
+        path = tmp_path / "there" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "r+b" if path.exists() else "w+b") as file:
+            file.truncate(size)
+            file.seek(offset)
+            file.write(content)
+    there = opened(tmp_path / "there" / "replay", 2, 400)
+    there.load_state_dict(state)
+    assert there.restore_note == ""
+    there.close()
+    # afterwards each of them is the same or nothing, and the spare slots are used first
+    left = []
+    for _ in range(memory.length + 20):
+        stream.step_into(memory)
+        now = [read() for *_, read in parts]
+        assert all(content in (None, before) for content, before in zip(now, contents, strict=True))
+        left.append(sum(content is not None for content in now))
+    assert left[memory.spare - 1] == len(parts)
+    assert left[-1] == 0
+    # the key tells whether a piece has to travel
+    keys = {(name, offset, key) for name, offset, _, key, _ in memory.parts()}
+    stream.step_into(memory)
+    assert 1 <= len({(name, offset, key) for name, offset, _, key, _ in memory.parts()} - keys) <= 2
+    memory.close()
