@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -192,18 +193,25 @@ def obey_true_and_false(args_class: type, argv: Sequence[str]) -> list[str]:
 
 def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]], doc: str) -> None:
     """The main guard of every script: parse, train, leave with the right exit status (see README)."""
+    status = 0
     try:
         train(parse(args_class, sys.argv[1:], doc))
     except UsageError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
+        status = 2
     except Interrupted:
-        # all is written: Python and torch would take most of a second to shut down, and the machine may be gone by then
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os._exit(os.EX_TEMPFAIL)
+        status = os.EX_TEMPFAIL
     except LimitReached:
-        sys.exit(3)
+        status = 3
     except (FloatingPointError, SaveError, WorkerError) as error:
         print("error:", error, file=sys.stderr)
-        sys.exit(1)
+        status = 1
+    # All is written. Python and torch would take most of a second to shut down, and a machine may be gone by then; they
+    # would wait for a mirror that does not answer, too.
+    if status == os.EX_TEMPFAIL or any(thread.name.startswith("mirror") for thread in threading.enumerate()):
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(status)
+    if status:
+        sys.exit(status)

@@ -201,6 +201,8 @@ class Checkpoints:
         if path:
             self._restore(path, content, own)
             run.ready(f"resumed at step {run.progress.global_step:,} from {path}")
+            if own:
+                self._push(step_of(path))
         else:
             run.ready()
         self._boundary_at = time.perf_counter()
@@ -365,7 +367,8 @@ class Checkpoints:
 
     def _reserve(self) -> float:
         """Seconds for one more save and the way out."""
-        return 3 * self.run.clock.save_seconds + LEAVING  # later ones are larger than the first
+        # later ones are larger than the first
+        return 3 * self.run.clock.save_seconds + self.run.mirror.exit_seconds() + LEAVING
 
     def _limit(self, how: str) -> str:
         clock = self.run.clock
@@ -455,10 +458,13 @@ class Checkpoints:
         rolling = [old for old in newest_first(self.folder) if old.name.startswith("step-")]
         for old in rolling[self.args.keep_checkpoints :]:
             old.unlink(missing_ok=True)
-        self.run.mirror.push(step, [part for owner in self._owners("parts") for part in owner.parts()])
+        self._push(step)
         self.signals.advised = False
         self._warn_of_short_notice()
         self.run.set_phase(phase)
+
+    def _push(self, step: int) -> None:
+        self.run.mirror.push(step, [part for owner in self._owners("parts") for part in owner.parts()])
 
     def _warn_of_short_notice(self) -> None:
         """Once, as soon as the cloud is known and a save was measured."""

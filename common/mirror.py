@@ -20,14 +20,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from fsspec.core import url_to_fs
 
-from common.errors import Interrupted, UsageError
+from common.errors import Interrupted, LimitReached, UsageError
 from common.files import is_sealed, replacing, sealed
 
 FORMAT = 1
@@ -44,6 +44,8 @@ PIECE = 64 * 2**20
 EVENTS_PIECE = 2**20  # event files grow at their end, and all other pieces of them stay
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss"}  # need no folders
 LOCAL = {"file", "local"}
+FETCHES = "fetches.json"  # counts those in a row that were not finished
+CUT_FETCHES = 5  # in a row, after which a run stops by itself
 PER_FILE = ("config.json", "status.json")
 
 
@@ -54,6 +56,10 @@ Part = tuple[str, int, int, str, Callable[[], bytes | None]]
 
 class Changed(Exception):
     """What is being copied is no longer what should be copied."""
+
+
+class GaveUp(Exception):
+    """An answer was waited for in vain."""
 
 
 class LeaseLost(Exception):
@@ -146,7 +152,7 @@ class Mirror:
         self._asking: dict[int, float] = {}  # since when, by thread
         self._lease_lock = threading.Lock()
         self._held = self._read = False  # the lease, the manifest
-        self._with_copy = True
+        self._with_copy, self._copied_all = True, False
         self._check: Callable[[dict[str, Any]], None] = lambda config: None
         self._trouble = ""  # what the user has heard of
         self._thread: threading.Thread | None = None
@@ -191,28 +197,33 @@ class Mirror:
                 self._abandoned = thread
                 self._closing.set()
                 raise Interrupted(f"interrupted by {self.signals.asked} before the start: the same command starts it")
-            if self._silent() and not self._read:
+            if self._silent(10 if self._read else 1):  # pieces are large
                 self._abandoned = thread
                 errors.append(TimeoutError(f"no answer in {PATIENCE:.0f} s"))
         if not errors:
             return
-        if isinstance(errors[0], UsageError):
+        if isinstance(errors[0], UsageError | LimitReached):
             raise errors[0]
-        if self._read or newest_step(folder) is None:
+        if self._read:
+            raise Interrupted(f"cannot fetch from {self.url} ({reason(errors[0])}): the same command tries again")
+        if newest_step(folder) is None:
             raise UsageError(f"--mirror {self.url}: {reason(errors[0])}") from None
         say(f"going on from {folder}, without knowing whether {self.url} is further")
 
     def _try_to_open(self, afresh: bool) -> None:
         """A machine that has just started may have no network yet."""
+        self._patiently(self._open, afresh, True)
+
+    def _patiently(self, call: Callable[..., Any], *args: Any) -> Any:
         deadline, said = time.monotonic() + PATIENCE, False
         while True:
             try:
-                return self._open(afresh, fetch=True)
-            except (UsageError, Changed, FileNotFoundError, PermissionError):
+                return call(*args)
+            except (UsageError, LimitReached, Changed, GaveUp, FileNotFoundError, PermissionError):
                 raise
             except Exception as error:
-                if self._read or time.monotonic() + RETRY > deadline:
-                    raise
+                if time.monotonic() + RETRY > deadline:
+                    raise GaveUp(reason(error)) from None
                 if not said:
                     self.say(f"cannot read {self.url} ({reason(error)}): trying for {PATIENCE:.0f} s")
                 said = True
@@ -259,6 +270,10 @@ class Mirror:
         store = self.store
         taken, number = self._ask(store.names, store.parent), 1
         while f"{self.name}.old-{number}" in taken:
+            if not any(
+                "manifest-" in name for name in self._ask(store.names, f"{store.parent}/{self.name}.old-{number}")
+            ):
+                break  # another process was killed while it made it
             number += 1
         old = f"{store.parent}/{self.name}.old-{number}"
         store.make(old)
@@ -273,11 +288,17 @@ class Mirror:
     def _fetch(self) -> None:
         size = sum(file["size"] for file in self._files.values())
         began = time.monotonic()
+        self._count_fetches()
         self.say(f"fetching step {self.step:,} from {self.url}, {size / 2**20:,.0f} MiB")
         there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         free = shutil.disk_usage(self.folder).free + there
         if free < size:
             raise UsageError(f"--mirror: {size / 1e9:.3g} GB do not fit into {self.folder}, {free / 1e9:.3g} are free")
+        for path in self.folder.glob("events.out.tfevents.*"):
+            if (
+                path.name not in self._files
+            ):  # of work that another machine has done since: its points would hide theirs
+                path.rename(path.with_name(path.name.replace("events.out.tfevents", "superseded")))
         # checkpoints last, the newest at the very end: until then the mirror is further than the folder
         for name, file in sorted(self._files.items(), key=lambda item: (item[0].startswith("checkpoints/"), item[0])):
             path = self.folder / name
@@ -290,12 +311,26 @@ class Mirror:
                         for content in self._content(file):
                             beside.write(content)
                 except Damaged as error:
-                    if not name.startswith("checkpoints/"):
-                        raise
                     self.say(f"{name} can't be fetched: {error}")
-        if newest_step(self.folder) is None:
+        self.step = newest_step(self.folder)
+        if self.step is None:
             raise UsageError(f"--mirror {self.url}: no checkpoint there is whole; --resume never sets the run aside")
+        self._ask(self.store.remove, FETCHES)
         self.say(f"fetched in {time.monotonic() - began:.0f} s")
+
+    def _count_fetches(self) -> None:
+        """Raises LimitReached: machines don't live long enough to fetch the run."""
+        try:
+            cut = json.loads(self._ask(self.store.get, FETCHES))["count"]
+        except (FileNotFoundError, ValueError):
+            cut = 0
+        if cut >= CUT_FETCHES:
+            self._ask(self.store.remove, FETCHES)  # started again by hand, it tries again
+            raise LimitReached(
+                f"stopped: the last {cut} processes were ended while they fetched step {self.step:,} from {self.url}: "
+                "it needs a machine that lives longer, where the same command goes on"
+            )
+        self._ask(self.store.put, FETCHES, json.dumps({"count": cut + 1}).encode())
 
     def _fetch_in_place(self, path: Path, file: dict[str, Any]) -> None:
         """A large file: what is right already is not fetched."""
@@ -304,7 +339,11 @@ class Mirror:
             for offset, size, name, sha256, _ in file["pieces"]:
                 there.seek(offset)
                 if hashlib.sha256(there.read(size)).hexdigest() != sha256:
-                    content = self._object(name, sha256)
+                    try:
+                        content = self._object(name, sha256)
+                    except Damaged as error:  # who reads the file will notice
+                        self.say(f"part of {path} can't be fetched: {error}")
+                        continue
                     there.seek(offset)
                     there.write(content)
             there.flush()
@@ -316,27 +355,29 @@ class Mirror:
         with open(path, "rb") as there:
             return all(hashlib.sha256(there.read(piece[1])).hexdigest() == piece[3] for piece in file["pieces"])
 
-    def _content(self, file: dict[str, Any]) -> list[bytes]:
-        return [self._object(name, sha256) for _, _, name, sha256, _ in file["pieces"]]
+    def _content(self, file: dict[str, Any]) -> Iterator[bytes]:
+        return (self._object(name, sha256) for _, _, name, sha256, _ in file["pieces"])
 
     def _object(self, name: str, sha256: str) -> bytes:
         if self._closing.is_set():
             raise Changed
         try:
-            content = self._ask(self.store.get, f"objects/{name}")
+            content = self._patiently(self._ask, self.store.get, f"objects/{name}")
         except FileNotFoundError:
-            raise Damaged(f"{name} is not in the mirror; --resume never sets the run there aside") from None
+            content = b""
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise Damaged(f"{name} is damaged in the mirror; --resume never sets the run there aside")
+            self._objects.pop(sha256, None)  # it is copied once more if this is still wanted
+            self._known = {key: piece for key, piece in self._known.items() if piece[3] != sha256}
+            raise Damaged(f"{name} is damaged in the mirror" if content else f"{name} is not in the mirror")
         return content
 
     # ---- the lease
 
     def _take_lease(self) -> None:
-        other = self._lease()
-        if self._is_ours(other):
+        if self._held:
             return
-        if other and not is_dead(other):
+        other = self._lease()
+        if other and not self._is_ours(other) and not is_dead(other):
             who = f"process {other.get('pid')} on {other.get('host')}"
             self.say(f"{self.store.base} is held by {who}: waiting up to {LEASE:.0f} s for a sign of life")
             deadline = time.monotonic() + LEASE
@@ -347,11 +388,11 @@ class Mirror:
                     raise Changed
         self._ask(self.store.make, self.store.base)
         self._write_lease()
-        if other:
-            time.sleep(SETTLE)
+        time.sleep(SETTLE)
         if not self._is_ours(self._lease()):
             raise UsageError(f"--mirror {self.url}: another process has just taken {self.name}")
         self._held = True
+        threading.Thread(target=self._renew, name="mirror-lease", daemon=True).start()
 
     def _lease(self) -> dict[str, Any] | None:
         try:
@@ -370,16 +411,23 @@ class Mirror:
 
     def _require_lease(self) -> None:
         with self._lease_lock:
-            if not self._is_ours(self._lease()):
+            lease = self._lease()
+            if lease is None:  # somebody removed it
+                self._write_lease()
+            elif "owner" in lease and not self._is_ours(lease):
                 raise LeaseLost(f"another process has taken {self.store.base}")
 
     def _renew(self) -> None:
         while not self._closing.wait(RENEWAL):
-            with contextlib.suppress(Exception), self._lease_lock:  # the copying thread tells of trouble
-                if self._held:
-                    self._held = self._is_ours(self._lease())
-                    if self._held:
+            try:
+                self._require_lease()
+                with self._lease_lock:
+                    if not self._closing.is_set():
                         self._write_lease()
+            except LeaseLost:
+                return
+            except Exception:  # the copying thread tells of trouble
+                continue
 
     # ---- in the loop
 
@@ -389,7 +437,6 @@ class Mirror:
             return
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._renew, name="mirror-lease", daemon=True).start()
 
     def push(self, step: int, parts: list[Part]) -> None:
         """A checkpoint is finished. `parts`: of large files, that it counts on."""
@@ -400,6 +447,10 @@ class Mirror:
         """Tell the user of a mirror that does not answer; the thread that asks it can't."""
         if self._silent():
             self._tell(f"no answer in {PATIENCE:.0f} s")
+
+    def exit_seconds(self) -> float:
+        """That the end of the process may have to wait."""
+        return EXIT if self.store else 0.0
 
     def status(self) -> dict[str, Any] | None:
         """For status.json."""
@@ -421,18 +472,17 @@ class Mirror:
             self.start()
         asked = self.signals.asked_at
         self._done.wait(max(0.0, (time.monotonic() if asked is None else asked) + EXIT - time.monotonic()))
-        step = newest_step(self.folder) if copy else None
-        if step is not None and (self.step is None or self.step < step or not self._done.is_set()):
-            has = "nothing" if self.step is None else f"step {self.step:,}"
-            self.say(f"{self.store.base} has {has}, the folder step {step:,}: the same command copies the rest")
+        if copy and not self._copied_all:
+            has = "nothing yet" if self.step is None else f"step {self.step:,}"
+            self.say(f"not all is copied, {self.store.base} has {has}: the same command copies the rest")
 
     # ---- copying
 
     def _work(self) -> None:
         stale, first = 0, True
         while True:
-            closing = self._closing.is_set()
             self._wake.clear()
+            closing = self._closing.is_set()
             try:
                 if self._with_copy:
                     if not self._read:
@@ -441,6 +491,7 @@ class Mirror:
                         self._find_garbage()
                         first = False
                     self._copy(closing)
+                    self._copied_all = closing
                 stale = 0
                 if self._trouble:
                     self._trouble = ""
@@ -465,7 +516,7 @@ class Mirror:
         self._done.set()
 
     def _tell(self, what: str) -> None:
-        if not self._trouble:
+        if not self._trouble and not self._closing.is_set():
             has = "it has nothing yet" if self.step is None else f"it has step {self.step:,}"
             self.say(f"cannot copy to {self.url} ({what}): training goes on, {has}")
         self._trouble = what
@@ -524,6 +575,7 @@ class Mirror:
         self._garbage |= {f"objects/{name}" for name in self._objects.values() if name not in named}
         self._garbage |= {name for name in self._ask(self.store.names, self.store.base) if name.startswith(before)}
         self._objects = {sha256: name for sha256, name in self._objects.items() if name in named}
+        self._require_lease()  # or what another process has named meanwhile might go
         for name in sorted(self._garbage):
             self._ask(self.store.remove, name)
             self._garbage.discard(name)
@@ -533,10 +585,10 @@ class Mirror:
         the events that they count: what is found first implies what is found later."""
         ends = [name for name in ("summary.json", "agent.pt") if (self.folder / name).exists()]
         checkpoints = list(self.folder.glob("checkpoints/*.pt"))
-        large = {name for name, file in self._files.items() if any(piece[4] for piece in file["pieces"])}
-        if parts or large:  # one without what it counts on would be no use
-            last = step if step is not None else self.step
-            checkpoints = [path for path in checkpoints if path.name == "best.pt" or int(path.stem[5:]) <= (last or 0)]
+        if "summary.json" not in ends and step is None:  # what they count on is not known yet
+            checkpoints = [path for path in checkpoints if f"checkpoints/{path.name}" in self._files]
+        elif parts:
+            checkpoints = [path for path in checkpoints if path.name == "best.pt" or int(path.stem[5:]) <= step]
         events = sorted(self.folder.glob("events.out.tfevents.*"))
         others = [self.folder / name for name in PER_FILE if (self.folder / name).exists()]
         return ends + [path.relative_to(self.folder).as_posix() for path in checkpoints + events + others]
@@ -608,8 +660,8 @@ class Mirror:
             raise Changed
         return answer
 
-    def _silent(self) -> bool:
-        return any(time.monotonic() - since > PATIENCE for since in list(self._asking.values()))
+    def _silent(self, times: int = 1) -> bool:
+        return any(time.monotonic() - since > times * PATIENCE for since in list(self._asking.values()))
 
 
 def newest_step(folder: Path) -> int | None:

@@ -294,7 +294,7 @@ class Storage:
     def parts(self) -> list[tuple[str, int, int, str, Callable[[], bytes | None]]]:
         """What a checkpoint of now counts on, for a mirror: the file below the run folder, the offset in bytes, the
         size of the whole file, a key of the content, and a function that returns it, or None when it is overwritten."""
-        if not self.files:
+        if not self.files or not self.began:
             return []
         begins, found = self.oldest - STACK + 1, []
         for number in range(begins // self.segment, self.position // self.segment + 1):

@@ -183,6 +183,8 @@ class Run:
             mirror.attach(self.dir, args.resume == "never", self._refuse_another_run, self.terminal.line)
         except BaseException as error:
             mirror.close(copy=False)
+            if isinstance(error, Interrupted | LimitReached):
+                self.terminal.line(str(error))
             if self._new and isinstance(error, UsageError):
                 self._discard()
             os.close(self._lock)
@@ -300,6 +302,7 @@ class Run:
         except OSError as error:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
         self.terminal.line(note)
+        self.write_status()  # that the restore is over
         self._lap_time = time.perf_counter()
         self._warm = self.progress.global_step, self._lap_time
 

@@ -9,6 +9,7 @@ Azure: https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 Alibaba: https://www.alibabacloud.com/help/ecs/user-guide/query-the-interruption-events-of-preemptible-instances
 """
 
+import contextlib
 import http.client
 import json
 import re
@@ -29,7 +30,13 @@ SILENT = 60.0  # without an answer, until the user hears of it
 TOKEN_TTL = 21600  # the longest that AWS and Alibaba allow
 
 LARGEST = 2**16  # bytes of an answer that are read
-DMI = Path("/sys/class/dmi/id/sys_vendor")  # who made the machine, also inside a container
+DMI = Path("/sys/class/dmi/id")  # who made the machine, also inside a container
+MAKERS = {  # by what stands in one of these files
+    "Amazon EC2": "aws",
+    "Google Compute Engine": "gcp",
+    "7783-7084-3265-9085-8269-3286-77": "azure",
+    "Alibaba Cloud": "alibaba",
+}
 
 
 class Answer(NamedTuple):
@@ -102,7 +109,7 @@ class _WithToken(Cloud):
     def renew(self, timeout: float = ANSWER) -> bool:
         self.token, self.token_until = None, time.monotonic() + TOKEN_TTL / 2
         answer = self.ask("/latest/api/token", {f"{self.header}-ttl-seconds": str(TOKEN_TTL)}, "PUT", timeout)
-        if answer.status == 200 and re.fullmatch(r"[\w+/=-]{16,}", answer.text):
+        if answer.status == 200 and re.fullmatch(r"[\w+/=-]{16,}", answer.text, re.ASCII):
             self.token = answer.text
         return self.token is not None
 
@@ -226,11 +233,9 @@ def detect() -> Cloud | None:
     found: list[Cloud] = []
 
     def ask(cloud: Cloud) -> None:
-        try:
+        with contextlib.suppress(Exception):  # whatever may come over a network
             if cloud.is_here():
                 found.append(cloud)
-        except (OSError, http.client.HTTPException):
-            pass
 
     threads = [threading.Thread(target=ask, args=[cloud()], daemon=True) for cloud in CLOUDS.values()]
     for thread in threads:
@@ -239,6 +244,15 @@ def detect() -> Cloud | None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return found[0] if found else None
+
+
+def maker() -> str | None:
+    """The cloud that made this machine, though it may not answer: a key of `CLOUDS`."""
+    written = ""
+    for name in ("sys_vendor", "product_name", "chassis_asset_tag"):
+        with contextlib.suppress(OSError):
+            written += (DMI / name).read_text()
+    return next((cloud for words, cloud in MAKERS.items() if words in written), None)
 
 
 class SpotWatch:
@@ -276,7 +290,7 @@ class SpotWatch:
                 if silent:
                     self.say(f"{cloud.name} answers again")
                     silent = False
-            except (OSError, http.client.HTTPException):
+            except Exception:  # whatever may come over a network
                 notice = None
                 if not silent and time.monotonic() - answered > SILENT:
                     self.say(cloud.silence())
@@ -292,14 +306,14 @@ class SpotWatch:
 
     def _find(self) -> Cloud | None:
         if self.name == "auto":
-            cloud = detect()
-            if cloud is None and DMI.exists() and "amazon" in DMI.read_text().lower():
-                self.say(Aws().silence())
-            return cloud
-        cloud = CLOUDS[self.name]()
+            if (cloud := detect()) or not (name := maker()):
+                return cloud
+            cloud = CLOUDS[name]()
+        else:
+            cloud = CLOUDS[self.name]()
         try:
             here = cloud.is_here()
-        except (OSError, http.client.HTTPException):
+        except Exception:  # whatever may come over a network
             here = False
         if not here:
             self.say(cloud.silence())

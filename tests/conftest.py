@@ -42,6 +42,8 @@ def main_guard(monkeypatch, capsys):
     """Call a script's main guard in this process; returns exit status, standard output, standard error."""
     from common.args import run_script as run
 
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
     def call(module, *flags: str):
         monkeypatch.setattr(sys, "argv", [module.__name__ + ".py", *flags])
         try:

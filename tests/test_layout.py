@@ -49,9 +49,8 @@ def test_a_script_can_be_read_in_one_sitting(script):
 
 
 def test_common_stays_small():
-    assert (
-        sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4400
-    )  # a mirror and four clouds
+    # a mirror and four clouds are a fifth of it
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4500
 
 
 def test_requirements_are_pinned_to_exact_versions():

@@ -15,14 +15,15 @@ import uuid
 
 import fsspec
 import pytest
+from conftest import read_scalars
 from fsspec.implementations.memory import MemoryFileSystem
 from test_checkpoint import Training
 
 import common.mirror
 import dqn_atari
 import ppo_atari
-from common.errors import Interrupted, UsageError
-from common.files import is_sealed
+from common.errors import Interrupted, LimitReached, UsageError
+from common.files import is_sealed, sealed
 from common.mirror import Mirror, is_dead, process_identity
 from common.preemption import StopSignals
 from drill import MirrorView, compare
@@ -182,13 +183,33 @@ def test_a_damaged_checkpoint_in_the_mirror_falls_back_to_the_one_before(tmp_pat
     with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
         assert training.run.progress.global_step == 10
         assert f"{newest.rpartition('/')[2]} is damaged in the mirror" in capsys.readouterr().out
-        training.iterate(1)
+        training.iterate(2)
+        wait_until(lambda: training.run.mirror.step == 20)
+    assert MirrorView(URL).look()[1] == []
+    assert newest not in store.store
     shutil.rmtree(tmp_path / "a")
     for path in [path for path in store.store if "/step-" in path]:
         del store.store[path]
     with pytest.raises(UsageError, match="no checkpoint there is whole"), Training(tmp_path, mirror=URL):
         pass
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("kind", ["events", "status", "frames"])
+def test_other_damage_in_the_mirror_is_said_and_stops_nothing(tmp_path, monkeypatch, store, capsys, kind):
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dqn_atari, 100)
+        with pytest.raises(Interrupted):
+            train_dqn(tmp_path, mirror=URL, total_timesteps=400)
+    shutil.rmtree(tmp_path / "a")
+    for path in [path for path in store.store if f"/objects/{kind}" in path]:
+        fsspec.filesystem("moody").pipe_file(path, b"rubbish")
+    assert train_dqn(tmp_path, mirror=URL, total_timesteps=400)["global_step"] == 400
+    out = capsys.readouterr().out
+    assert "is damaged in the mirror" in out
+    assert "resumed at step" in out
+    said = {"events": "the tail of", "frames": "it is filled again before learning goes on"}
+    assert said.get(kind, "") in out
 
 
 def test_a_half_written_manifest_does_not_count(tmp_path, store):
@@ -341,23 +362,24 @@ def test_a_dead_store_delays_no_exit_past_ten_seconds(tmp_path, monkeypatch, sto
     training.iterate(3)
     began = time.monotonic()
     training.__exit__(None, None, None)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 5
     release.set()
-    assert "/bucket/runs/a has step 10, the folder step 40: the same command copies the rest" in capsys.readouterr().out
+    said = "not all is copied, /bucket/runs/a has step 10: the same command copies the rest"
+    assert said in capsys.readouterr().out
 
 
 def test_the_ten_seconds_count_from_the_signal_and_not_from_the_save(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(common.mirror, "EXIT", 1.0)
+    monkeypatch.setattr(common.mirror, "EXIT", 3.0)
     release = threading.Event()
     with Training(tmp_path, mirror=URL) as training:
         training.iterate(1)
         wait_until(lambda: training.run.mirror.step == 0)
         hook(store, "before", lambda what, path: release.wait(60))
         training.signals.ask("the test")
-        time.sleep(0.7)  # a slow save
+        time.sleep(2.0)  # a slow save
         began = time.monotonic()
         training.run.mirror.close()
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 2.5
         release.set()
         assert training.signals.asked == "the test"
 
@@ -439,7 +461,14 @@ def test_a_silent_store_at_the_start_is_given_up_and_its_late_answer_changes_not
     shutil.rmtree(tmp_path / "a")
     shutil.move(tmp_path / "old", tmp_path / "a")
     release = threading.Event()
+    steps = []
+
+    def note(what, path):
+        if what == "put" and "/manifest-" in path:
+            steps.append(MirrorView(URL).look()[0]["step"])
+
     hook(store, "before", lambda what, path: release.wait(60))
+    hook(store, "after", note)
     with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
         assert training.run.progress.global_step == 20
         release.set()
@@ -450,6 +479,7 @@ def test_a_silent_store_at_the_start_is_given_up_and_its_late_answer_changes_not
     out = capsys.readouterr().out
     assert "without knowing whether moody://bucket/runs is further" in out
     assert "fetching" not in out
+    assert min(steps) >= 40  # a run is never replaced by one that is not as far
 
 
 def test_a_network_that_comes_up_late_is_waited_for(tmp_path, store):
@@ -466,6 +496,96 @@ def test_a_network_that_comes_up_late_is_waited_for(tmp_path, store):
     hook(store, "before", fail)
     with Training(tmp_path, mirror=URL) as training:
         assert training.run.progress.global_step == 20
+
+
+def test_a_fetch_that_fails_once_is_tried_again_and_one_that_fails_for_long_is_status_75(
+    tmp_path, monkeypatch, store, capsys
+):
+    with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
+        training.iterate(3)
+    shutil.rmtree(tmp_path / "a")
+    failures = [2]
+
+    def fail(what, path):
+        if what == "get" and "/step-" in path and failures[0]:
+            failures[0] -= 1
+            raise ConnectionError("reset by peer")
+
+    hook(store, "before", fail)
+    with Training(tmp_path, mirror=URL) as training:
+        assert training.run.progress.global_step == 20
+    monkeypatch.setattr(common.mirror, "PATIENCE", 0.3)
+    failures[0] = 10**9
+    for _ in range(5):
+        shutil.rmtree(tmp_path / "a")
+        with pytest.raises(Interrupted, match=r"cannot fetch from .* \(reset by peer\): the same command tries again"):
+            Training(tmp_path, mirror=URL)
+    # a machine that always ends while it fetches goes round in circles
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(LimitReached, match="the last 5 processes were ended while they fetched step 20 from"):
+        Training(tmp_path, mirror=URL)
+    assert "it needs a machine that lives longer" in capsys.readouterr().out
+    failures[0] = 0  # by hand it tries again
+    with Training(tmp_path, mirror=URL) as training:
+        assert training.run.progress.global_step == 20
+    assert MirrorView(URL).look()[1] == []
+
+
+def test_machines_that_die_soon_after_a_restore_were_not_cut_short_in_it(tmp_path, store):
+    with Training(tmp_path, mirror=URL) as training:
+        training.iterate(2)
+    for _ in range(7):
+        shutil.rmtree(tmp_path / "a")
+        with Training(tmp_path, mirror=URL) as training:
+            assert training.run.cut_restores["count"] == 0
+            number = training.run.mirror._number
+            wait_until(lambda: training.run.mirror._number > number)  # noqa: B023
+            training.run.mirror._with_copy = False  # the last that anybody hears of it
+
+
+def test_a_run_that_gets_a_mirror_later_is_copied_with_its_memory_at_once(tmp_path, monkeypatch, store, capsys):
+    train_dqn(tmp_path, "whole", total_timesteps=600)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dqn_atari, 150)
+        with pytest.raises(Interrupted):
+            train_dqn(tmp_path, total_timesteps=600)
+    manifests = []
+
+    def note(what, path):
+        if what == "put" and "/manifest-" in path:
+            manifests.append(MirrorView(URL).look()[0])
+
+    hook(store, "after", note)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, dqn_atari, 60)
+        with pytest.raises(Interrupted):
+            train_dqn(tmp_path, mirror=URL, total_timesteps=600)
+    assert all((manifest["step"] is None) == ("replay/frames.bin" not in manifest["files"]) for manifest in manifests)
+    shutil.rmtree(tmp_path / "a")
+    assert train_dqn(tmp_path, mirror=URL, total_timesteps=600)["global_step"] == 600
+    assert "filled again" not in capsys.readouterr().out
+    assert compare(tmp_path / "whole", tmp_path / "a") == []
+
+
+def test_a_fetch_puts_events_aside_that_another_machines_work_has_superseded(tmp_path, monkeypatch, store):
+    """Machine one went on for a while with a mirror out of reach, and machine two further."""
+
+    def go_on(runs_dir, times, **flags):
+        monkeypatch.setattr(common.run.socket, "gethostname", lambda: runs_dir.name)
+        with Training(runs_dir, checkpoint_minutes=1e-9, **flags) as training:
+            for _ in range(times):
+                training.iterate(1)
+                training.run.log_iteration({"losses/x": float(training.run.progress.global_step)})
+
+    go_on(tmp_path / "one", 2, mirror=URL)
+    go_on(tmp_path / "two", 5, mirror=URL)
+    go_on(tmp_path / "one", 2)
+    go_on(tmp_path / "one", 1, mirror=URL)
+    go_on(tmp_path / "three", 1, mirror=URL)
+    steps = [step for step, _ in read_scalars(tmp_path / "three" / "a")["losses/x"]]
+    assert steps == sorted(set(steps))
+    assert steps == list(range(10, 10 * len(steps) + 1, 10))
+    assert len(list((tmp_path / "one" / "a").glob("superseded*"))) == 1
 
 
 # ---- two machines
@@ -487,8 +607,48 @@ def test_a_lease_that_is_renewed_refuses_the_second_machine(tmp_path, monkeypatc
         assert not (tmp_path / "two" / "a").exists()
         assert "waiting up to 60 s for a sign of life" in capsys.readouterr().out
         training.iterate(1)
-        wait_until(lambda: training.run.mirror._held)
     assert not any(path.endswith("lease.json") for path in store.store)
+
+
+def test_a_lease_is_renewed_while_a_run_is_fetched(tmp_path, monkeypatch, store):
+    monkeypatch.setattr(common.mirror, "RENEWAL", 0.05)
+    with Training(tmp_path, mirror=URL) as training:
+        training.iterate(2)
+    shutil.rmtree(tmp_path / "a")
+    puts = []
+    hook(store, "before", lambda what, path: puts.append(path) if what == "put" and "lease" in path else None)
+    slow = threading.Event()
+
+    def get(what, path):
+        puts.extend([path] if what == "put" and "lease" in path else [])
+        if what == "get" and "/step-" in path and not slow.is_set():
+            slow.set()
+            before = len(puts)
+            wait_until(lambda: len(puts) > before + 2)
+
+    hook(store, "before", get)
+    with Training(tmp_path, mirror=URL) as training:
+        assert slow.is_set()
+        assert training.run.progress.global_step == 0
+
+
+def test_a_lease_that_was_written_but_not_read_back_is_ours(tmp_path, monkeypatch, store):
+    monkeypatch.setattr(common.mirror, "RENEWAL", 0.05)
+    puts, fails = [], [1]
+
+    def look(what, path):
+        puts.extend([path] if what == "put" and "lease" in path else [])
+        if what == "get" and "lease" in path and puts and fails[0]:
+            fails[0] = 0
+            raise ConnectionError
+
+    hook(store, "before", look)
+    with Training(tmp_path, mirror=URL) as training:
+        training.iterate(1)
+        wait_until(lambda: len(puts) > 5)
+        # and one that somebody removed is written again
+        store.store.pop(at("lease.json"), None)
+        wait_until(lambda: at("lease.json") in store.store)
 
 
 def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path, monkeypatch, store, capsys):
@@ -507,6 +667,8 @@ def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path, monkeypatch, store,
             wait_until(lambda: "another process has taken /bucket/runs/a: training goes on" in capsys.readouterr().out)
             second.iterate(2)
             wait_until(lambda: second.run.mirror.step == 30)
+            # what the first one put when it had lost the lease and did not know
+            fsspec.filesystem("moody").pipe_file(at("objects/step-000000000030.pt.0123456789abcdef"), b"its own")
         first.iterate(1)
     assert MirrorView(URL).look()[0]["step"] == 30
     assert MirrorView(URL).look()[1] == []
@@ -516,15 +678,19 @@ def test_of_two_that_take_a_lease_at_once_one_gets_it(tmp_path, monkeypatch, sto
     monkeypatch.setattr(common.mirror, "SETTLE", 0.3)
     monkeypatch.setattr(common.mirror, "LEASE", 0.1)
     fsspec.filesystem("moody").pipe_file(at("lease.json"), b'{"owner": "gone", "host": "x", "pid": 1}')
-    outcomes = []
+    outcomes, done = [], threading.Event()
 
     def take(name):
         with StopSignals() as signals:
+            mirror = Mirror(URL, "a", signals)
             try:
-                Mirror(URL, "a", signals).attach(tmp_path / name, False, lambda config: None, lambda line: None)
+                mirror.attach(tmp_path / name, False, lambda config: None, lambda line: None)
                 outcomes.append("has it")
+                done.wait()
             except UsageError as error:
                 outcomes.append(str(error))
+                done.set()
+            mirror.close(copy=False)
 
     threads = [threading.Thread(target=take, args=[name]) for name in ("one", "two")]
     for thread in threads:
@@ -625,6 +791,32 @@ def test_a_replay_memory_travels_in_segments_and_comes_back_bit_for_bit(tmp_path
     pieces = json.loads(last.splitlines()[0])["files"]["replay/frames.bin"]["pieces"]
     ends = sorted((offset, offset + size) for offset, size, *_ in pieces)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))  # none overlaps another
+
+
+def test_a_checkpoint_is_named_with_the_memory_that_it_counts_on_and_not_before(tmp_path, store):
+    """The second checkpoint is finished while the first one is copied."""
+    folder = tmp_path / "a"
+    (folder / "checkpoints").mkdir(parents=True)
+    for step in (10, 20):
+        (folder / "checkpoints" / f"step-{step:012d}.pt").write_bytes(sealed(f"state {step}".encode()))
+
+    def parts(step):
+        return [("replay/frames.bin", 0, 100, f"key {step}", lambda: f"frames of {step}".encode())]
+
+    with StopSignals() as signals:
+        mirror = Mirror(URL, "a", signals)
+        mirror.attach(folder, False, lambda config: None, lambda line: None)
+        mirror.push(10, parts(10))
+        mirror._copy(closing=False)
+        files = MirrorView(URL).look()[0]["files"]
+        assert [name for name in files if "step-" in name] == ["checkpoints/step-000000000010.pt"]
+        assert store.store[at(f"objects/{files['replay/frames.bin']['pieces'][0][2]}")].getvalue() == b"frames of 10"
+        mirror.push(20, parts(20))
+        mirror._copy(closing=False)
+        manifest, left = MirrorView(URL).look()
+        assert (manifest["step"], left) == (20, [])
+        assert f"frames.bin.{hashlib.sha256(b'frames of 20').hexdigest()[:16]}" in str(manifest["files"])
+        mirror.close()
 
 
 @pytest.mark.slow
