@@ -491,7 +491,6 @@ class Mirror:
                         self._find_garbage()
                         first = False
                     self._copy(closing)
-                    self._copied_all = closing
                 stale = 0
                 if self._trouble:
                     self._trouble = ""
@@ -556,6 +555,7 @@ class Mirror:
         steps = [int(Path(name).stem[5:]) for name in files if name.startswith("checkpoints/step-")]
         newest = max(steps, default=None)
         if self.step is not None and (newest is None or newest < self.step):
+            self._copied_all = closing
             return  # a run is never replaced by one that is not as far
         complete = "summary.json" in files
         content = {"format": FORMAT, "number": self._number + 1, "step": newest, "complete": complete, "files": files}
@@ -563,6 +563,7 @@ class Mirror:
         before = f"manifest-{self._number:012d}-"
         name = f"manifest-{self._number + 1:012d}-{self.identity['owner'][:8]}.json"
         self._ask(self.store.put, name, sealed(json.dumps(content).encode() + b"\n"))
+        self._copied_all = closing
         if newest != self.step:
             self.seconds = time.monotonic() - began
             if self.seconds > EXIT and not closing:
