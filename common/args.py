@@ -59,7 +59,7 @@ class SharedArgs:
     spot_watch: Literal["auto", "off", "aws", "gcp", "azure", "alibaba"] = "auto"
     """the cloud whose notice of taking this machine away stops the run with a checkpoint; auto finds out which"""
     mirror: str | None = None
-    """folder or fsspec address (s3://bucket/runs) that gets a copy of the run, with which it goes on elsewhere"""
+    """folder or address (s3://bucket/runs, see docs/spot.md) for a copy of the run, with which new machines go on"""
     run_name: str | None = None
     """folder below runs-dir; by default derived from the flags that change the result"""
     runs_dir: str = "runs"

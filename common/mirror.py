@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -91,6 +92,8 @@ class Store:
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.local, self.has_folders = bool(protocols & LOCAL), not protocols & OBJECT_STORES
+        if self.local and re.match(r"(?!(file|local):)[A-Za-z][\w+.-]+:/", url):
+            raise UsageError(f"--mirror {url}: no folder, and an address has two slashes")
         self.parent, self.base = parent.rstrip("/"), f"{parent.rstrip('/')}/{name}"
 
     def make(self, base: str) -> None:
@@ -152,7 +155,7 @@ class Mirror:
         self._asking: dict[int, float] = {}  # since when, by thread
         self._lease_lock = threading.Lock()
         self._held = self._read = False  # the lease, the manifest
-        self._with_copy, self._copied_all = True, False
+        self._with_copy, self._copied_all, self._vanished = True, False, False
         self._check: Callable[[dict[str, Any]], None] = lambda config: None
         self._trouble = ""  # what the user has heard of
         self._thread: threading.Thread | None = None
@@ -180,6 +183,8 @@ class Mirror:
             return
         if self.store.local and folder.resolve().is_relative_to(Path(self.store.base).resolve()):
             raise UsageError(f"--mirror {self.url}: is where the run itself is")
+        if self.store.local and Path(self.store.base).resolve().is_relative_to(folder.resolve()):
+            raise UsageError(f"--mirror {self.url}: is in the run's own folder, and would be lost with it")
         self.folder, self.say, self._check = folder, say, check
         errors: list[BaseException] = []
 
@@ -222,6 +227,8 @@ class Mirror:
             except (UsageError, LimitReached, Changed, GaveUp, FileNotFoundError, PermissionError):
                 raise
             except Exception as error:
+                if isinstance(error, NotADirectoryError) or "Credentials" in type(error).__name__:
+                    raise UsageError(f"--mirror {self.url}: {reason(error)}") from None
                 if time.monotonic() + RETRY > deadline:
                     raise GaveUp(reason(error)) from None
                 if not said:
@@ -412,7 +419,9 @@ class Mirror:
     def _require_lease(self) -> None:
         with self._lease_lock:
             lease = self._lease()
-            if lease is None:  # somebody removed it
+            if lease is None:  # somebody removed it, and who knows what else
+                self._vanished = True
+                self._ask(self.store.make, self.store.base)
                 self._write_lease()
             elif "owner" in lease and not self._is_ours(lease):
                 raise LeaseLost(f"another process has taken {self.store.base}")
@@ -456,15 +465,18 @@ class Mirror:
         """For status.json."""
         return {"url": self.url, "global_step": self.step, "seconds": self.seconds} if self.url else None
 
-    def close(self, copy: bool = True) -> None:
+    def close(self, copy: bool = True) -> bool:
         """Copy what is left and give the lease back. `EXIT` seconds after the signal, or from now on if there was none,
         it is over in any case.
 
         Args:
             copy: else only the lease is given back.
+
+        Returns:
+            whether all is copied.
         """
         if self.store is None or not (self._thread or self._held):
-            return
+            return True
         self._with_copy = copy
         self._closing.set()
         self._wake.set()
@@ -473,8 +485,9 @@ class Mirror:
         asked = self.signals.asked_at
         self._done.wait(max(0.0, (time.monotonic() if asked is None else asked) + EXIT - time.monotonic()))
         if copy and not self._copied_all:
-            has = "nothing yet" if self.step is None else f"step {self.step:,}"
-            self.say(f"not all is copied, {self.store.base} has {has}: the same command copies the rest")
+            has = f"it has step {self.step:,}" if self.step is not None else "it has no checkpoint that we know of"
+            self.say(f"not all is copied to {self.url}, {has}: the same command copies the rest")
+        return self._copied_all or not copy
 
     # ---- copying
 
@@ -503,6 +516,7 @@ class Mirror:
                     continue
             except (LeaseLost, UsageError) as error:
                 self.say(f"{error}: training goes on without a mirror")
+                self._copied_all = isinstance(error, LeaseLost)  # whatever is left to copy, the other one has
                 break
             except Exception as error:
                 self._tell(reason(error))
@@ -516,7 +530,7 @@ class Mirror:
 
     def _tell(self, what: str) -> None:
         if not self._trouble and not self._closing.is_set():
-            has = "it has nothing yet" if self.step is None else f"it has step {self.step:,}"
+            has = f"it has step {self.step:,}" if self.step is not None else "it has no checkpoint that we know of"
             self.say(f"cannot copy to {self.url} ({what}): training goes on, {has}")
         self._trouble = what
 
@@ -542,6 +556,8 @@ class Mirror:
         """
         began = time.monotonic()
         self._require_lease()
+        if self._vanished:  # all of it is copied again
+            self._objects, self._known, self._files, self.step, self._vanished = {}, {}, {}, None, False
         step, parts = self._pushed
         known: dict[tuple, list] = {}
         files = self._large_files(parts, known, closing)
@@ -560,6 +576,8 @@ class Mirror:
         complete = "summary.json" in files
         content = {"format": FORMAT, "number": self._number + 1, "step": newest, "complete": complete, "files": files}
         self._require_lease()
+        if self._vanished:
+            raise Changed
         before = f"manifest-{self._number:012d}-"
         name = f"manifest-{self._number + 1:012d}-{self.identity['owner'][:8]}.json"
         self._ask(self.store.put, name, sealed(json.dumps(content).encode() + b"\n"))

@@ -225,7 +225,8 @@ class Run:
             else:
                 if isinstance(error, LimitReached):
                     self.terminal.line(str(error))
-                self.mirror.close(copy=error is None)
+                if not self.mirror.close(copy=error is None):
+                    raise SaveError(f"{self.dir} is complete, its mirror is not")
                 if self._new and not self.complete:
                     self._discard()
         finally:
@@ -262,12 +263,13 @@ class Run:
             if self.last_checkpoint and not at_fault:
                 at = f"failed at step {self.progress.global_step:,}"
                 self.terminal.line(f"{at}: {self.last_checkpoint} is good, the same command goes on from there")
-        else:
-            self._close()
+        elif not self._close() and self.phase == "complete":
+            raise SaveError(f"{self.dir} is complete, its mirror is not")
 
-    def _close(self) -> None:
+    def _close(self) -> bool:
+        """Returns whether the mirror, if there is one, has all."""
         self.events.close()
-        self.mirror.close()
+        return self.mirror.close()
 
     def start(self, resumed_from: str | None = None) -> None:
         """Write what stands at the beginning of a process.

@@ -364,7 +364,7 @@ def test_a_dead_store_delays_no_exit_past_ten_seconds(tmp_path, monkeypatch, sto
     training.__exit__(None, None, None)
     assert time.monotonic() - began < 5
     release.set()
-    said = "not all is copied, /bucket/runs/a has step 10: the same command copies the rest"
+    said = "not all is copied to moody://bucket/runs, it has step 10: the same command copies the rest"
     assert said in capsys.readouterr().out
 
 
@@ -382,6 +382,47 @@ def test_the_ten_seconds_count_from_the_signal_and_not_from_the_save(tmp_path, s
         assert time.monotonic() - began < 2.5
         release.set()
         assert training.signals.asked == "the test"
+
+
+def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common.mirror, "PERIOD", 0.05)
+    folder = tmp_path / "mirror"
+    with Training(tmp_path, mirror=str(folder), checkpoint_minutes=1e-9) as training:
+        training.iterate(3)
+        wait_until(lambda: training.run.mirror.step == 20)
+        shutil.rmtree(folder)
+        training.iterate(1)
+        wait_until(lambda: training.run.mirror.step == 30)
+    assert "another process" not in capsys.readouterr().out
+    manifest, left = MirrorView(str(folder)).look()
+    assert (manifest["step"], left) == (30, [])
+    shutil.rmtree(tmp_path / "a")
+    with Training(tmp_path, mirror=str(folder)) as training:
+        assert training.run.progress.global_step == 30
+
+
+def test_a_complete_run_with_a_dead_mirror_is_status_1_and_the_same_command_copies_the_rest(
+    tmp_path, monkeypatch, store, main_guard
+):
+    monkeypatch.setattr(common.mirror, "EXIT", 0.5)
+    flags = ["--num-envs=2", "--num-steps=16", "--num-minibatches=2", "--update-epochs=1", "--total-timesteps=64"]
+    flags += ["--run-name=a", f"--mirror={URL}", f"--runs-dir={tmp_path}"]
+    dead = threading.Event()
+
+    def fail(what, path):
+        if dead.is_set() and what == "put":
+            raise ConnectionError("no route to the store")
+
+    hook(store, "before", fail)
+    real = ppo_atari.Run.finish
+    monkeypatch.setattr(ppo_atari.Run, "finish", lambda run: (dead.set(), real(run))[1])
+    status, out, err = main_guard(ppo_atari, *flags)
+    assert (status, err) == (1, f"error: {tmp_path / 'a'} is complete, its mirror is not\n")
+    assert "the same command copies the rest" in out
+    dead.clear()
+    status, _, err = main_guard(ppo_atari, *flags)
+    assert (status, err) == (0, "")
+    assert MirrorView(URL).look()[0]["complete"]
 
 
 def test_a_store_that_does_not_answer_is_reported_by_the_loop(tmp_path, monkeypatch, store, capsys):
@@ -718,7 +759,14 @@ def test_a_process_of_this_machine_that_is_gone_is_not_waited_for(tmp_path, stor
 
 def test_a_signal_while_a_lease_is_waited_for_counts(tmp_path, monkeypatch, store):
     fsspec.filesystem("moody").pipe_file(at("lease.json"), b'{"owner": "gone", "host": "x", "pid": 1}')
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    looks = []
+
+    def look(what, path):
+        looks.extend([path] if path.endswith("lease.json") else [])
+        if len(looks) == 2:  # it waits
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook(store, "before", look)
     with pytest.raises(Interrupted, match="interrupted by SIGTERM before the start"):
         train(tmp_path, mirror=URL)
 
@@ -746,6 +794,9 @@ def test_another_run_of_the_same_name_is_refused_and_nothing_is_written(tmp_path
         ("sftp://me:secret@host/runs", "no password in the address"),
         ("gs://bucket/runs", "requirements-cloud.txt"),
         ("runs", "is where the run itself is"),
+        ("runs/a/mirror", "is in the run's own folder"),
+        ("s3:/bucket/runs", "an address has two slashes"),
+        ("/etc/passwd", "Not a directory"),
         ("", "must name a folder"),
         ("/proc/nowhere", "/proc/nowhere"),
     ],
