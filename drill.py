@@ -117,9 +117,7 @@ class MirrorView:
         self.fs, self.base = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
 
     def names(self) -> list[str]:
-        return (
-            [path for path in self.fs.find(self.base) if not path.endswith(".tmp")] if self.fs.exists(self.base) else []
-        )
+        return [path for path in self.fs.find(self.base) if not path.endswith(".tmp")]  # none where nothing is
 
     def look(self) -> tuple[dict[str, Any], list[str]]:
         """The newest manifest, empty if there is none, and the files that it does not name."""
@@ -244,9 +242,8 @@ class Drill:
         self.command, self.plan, self.seconds = command, plan, seconds
         self.rng = random.Random(seed)
         self.landed: Counter[tuple[str, str]] = Counter()  # signal and phase
-        self.tries = (
-            3 * len(command.phases()) if len(plan) >= len(command.phases()) else 0
-        )  # more interruptions, for phases that all missed
+        phases = len(command.phases())
+        self.tries = 3 * phases if len(plan) >= phases else 0  # more interruptions, for phases that all missed
         self.exit_seconds: list[float] = []  # from SIGTERM to the end of the process
 
     def run(self) -> None:

@@ -315,6 +315,7 @@ class Checkpoints:
                 raise UsageError(f"--runs-dir: cannot save a checkpoint into {self.folder}: {error.strerror}") from None
         elif self._is_due():
             self._try_to_write()
+        self._warn_of_short_notice()
         # what would come until the next boundary is not worth beginning if the money ends before
         now = time.perf_counter()
         self._boundary_seconds, self._boundary_at = now - self._boundary_at, now
@@ -322,6 +323,7 @@ class Checkpoints:
 
     def between_steps(self) -> None:
         """As `boundary`, for loops that can stop after each step, where nothing is on the way: nothing is copied."""
+        self._warn_of_short_notice()
         if self._saved_at is None or self.signals.asked or self._is_due() or self.run.clock.exceeds(self._reserve()):
             self._boundary_at = time.perf_counter()  # a step's work is next to nothing
             self.boundary()
@@ -460,18 +462,17 @@ class Checkpoints:
             old.unlink(missing_ok=True)
         self._push(step)
         self.signals.advised = False
-        self._warn_of_short_notice()
         self.run.set_phase(phase)
 
     def _push(self, step: int) -> None:
         self.run.mirror.push(step, [part for owner in self._owners("parts") for part in owner.parts()])
 
     def _warn_of_short_notice(self) -> None:
-        """Once, as soon as the cloud is known and a save was measured."""
-        lead, needed = self.signals.lead, SEEN + self._reserve()
-        if lead is None or self._noticed:
+        """Once, as soon as the cloud is known, which takes longer than the first checkpoint."""
+        lead = self.signals.lead
+        if lead is None or self._noticed or self._saved_at is None:
             return
-        self._noticed = True
+        self._noticed, needed = True, SEEN + self._reserve()
         if needed > lead:
             self.run.terminal.line(
                 f"a save took {self.run.clock.save_seconds:.1f} s: until a notice is seen and a later save is written "

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +47,6 @@ OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss"}  # need n
 LOCAL = {"file", "local"}
 FETCHES = "fetches.json"  # counts those in a row that were not finished
 CUT_FETCHES = 5  # in a row, after which a run stops by itself
-PER_FILE = ("config.json", "status.json")
 
 
 # a piece of a large file that goes on changing: path below the run folder, offset and size of the whole file in bytes,
@@ -146,7 +145,7 @@ class Mirror:
         self.identity = {**process_identity(), "owner": uuid.uuid4().hex, "renewed": 0}
         self.step: int | None = None
         self.seconds: float | None = None
-        self._number = 0  # of the manifest that counts
+        self._manifest = ""  # the name of the one that counts
         self._files: dict[str, dict[str, Any]] = {}  # what it says
         self._objects: dict[str, str] = {}  # names by SHA-256, of those that are there
         self._known: dict[tuple, list] = {}  # pieces, by what they were read from
@@ -177,7 +176,8 @@ class Mirror:
 
         Raises:
             UsageError: in use, of another run, or out of reach while the folder has nothing to go on from.
-            Interrupted: a signal came.
+            Interrupted: a signal came, or what is there could not be fetched to the end.
+            LimitReached: nor could it by the processes before.
         """
         if self.store is None:
             return
@@ -190,7 +190,7 @@ class Mirror:
 
         def work() -> None:
             try:
-                self._try_to_open(afresh)
+                self._patiently(self._open, afresh, True)  # a machine that has just started may have no network yet
             except BaseException as error:
                 errors.append(error)
 
@@ -214,10 +214,6 @@ class Mirror:
         if newest_step(folder) is None:
             raise UsageError(f"--mirror {self.url}: {reason(errors[0])}") from None
         say(f"going on from {folder}, without knowing whether {self.url} is further")
-
-    def _try_to_open(self, afresh: bool) -> None:
-        """A machine that has just started may have no network yet."""
-        self._patiently(self._open, afresh, True)
 
     def _patiently(self, call: Callable[..., Any], *args: Any) -> Any:
         deadline, said = time.monotonic() + PATIENCE, False
@@ -245,7 +241,7 @@ class Mirror:
         if not manifest:
             self._read = True
             return
-        self._number, self._files, self.step = manifest["number"], manifest["files"], manifest["step"]
+        self._files, self.step = manifest["files"], manifest["step"]
         for name, file in self._files.items():
             for offset, size, object_name, sha256, key in file["pieces"]:
                 self._objects[sha256] = object_name
@@ -260,14 +256,20 @@ class Mirror:
         if fetch and further:
             self._fetch()
 
+    def _manifests(self) -> list[str]:
+        """Newest first."""
+        names = self._ask(self.store.names, self.store.base)
+        return sorted((name for name in names if name.startswith("manifest-")), reverse=True)
+
     def _newest_manifest(self) -> dict[str, Any] | None:
-        names = [name for name in self._ask(self.store.names, self.store.base) if name.startswith("manifest-")]
-        for name in sorted(names, reverse=True):
+        names = self._manifests()
+        for name in names:
             content = self._ask(self.store.get, name)
             if is_sealed(content):
                 manifest = json.loads(content.splitlines()[0])
                 if manifest["format"] != FORMAT:
                     raise UsageError(f"--mirror {self.url}: format {manifest['format']}, this version reads {FORMAT}")
+                self._manifest = name
                 return manifest
         if names:
             raise UsageError(f"--mirror {self.url}: no manifest of {self.name} is whole; --resume never sets it aside")
@@ -284,7 +286,7 @@ class Mirror:
             number += 1
         old = f"{store.parent}/{self.name}.old-{number}"
         store.make(old)
-        manifests = [name for name in self._ask(store.names, store.base) if name.startswith("manifest-")]
+        manifests = self._manifests()
         objects = [f"objects/{name}" for name in self._ask(store.names, f"{store.base}/objects")]
         for name in objects + manifests:
             self._ask(store.fs.cp_file, f"{store.base}/{name}", f"{old}/{name}")
@@ -302,9 +304,8 @@ class Mirror:
         if free < size:
             raise UsageError(f"--mirror: {size / 1e9:.3g} GB do not fit into {self.folder}, {free / 1e9:.3g} are free")
         for path in self.folder.glob("events.out.tfevents.*"):
-            if (
-                path.name not in self._files
-            ):  # of work that another machine has done since: its points would hide theirs
+            # of work that another machine has done again since: its points would hide theirs
+            if path.name not in self._files:
                 path.rename(path.with_name(path.name.replace("events.out.tfevents", "superseded")))
         # checkpoints last, the newest at the very end: until then the mirror is further than the folder
         for name, file in sorted(self._files.items(), key=lambda item: (item[0].startswith("checkpoints/"), item[0])):
@@ -416,10 +417,17 @@ class Mirror:
     def _is_ours(self, lease: dict[str, Any] | None) -> bool:
         return lease is not None and lease.get("owner") == self.identity["owner"]
 
+    def _signature(self) -> str:
+        """How the names of this process's manifests end."""
+        return f"-{self.identity['owner'][:8]}.json"
+
     def _require_lease(self) -> None:
         with self._lease_lock:
             lease = self._lease()
             if lease is None:  # somebody removed it, and who knows what else
+                newest = next(iter(self._manifests()), self._manifest)
+                if newest != self._manifest and not newest.endswith(self._signature()):
+                    raise LeaseLost(f"another process has had {self.store.base} meanwhile")
                 self._vanished = True
                 self._ask(self.store.make, self.store.base)
                 self._write_lease()
@@ -433,9 +441,7 @@ class Mirror:
                 with self._lease_lock:
                     if not self._closing.is_set():
                         self._write_lease()
-            except LeaseLost:
-                return
-            except Exception:  # the copying thread tells of trouble
+            except Exception:  # the copying thread tells of it
                 continue
 
     # ---- in the loop
@@ -475,7 +481,7 @@ class Mirror:
         Returns:
             whether all is copied.
         """
-        if self.store is None or not (self._thread or self._held):
+        if self.store is None or not (copy or self._thread or self._held):
             return True
         self._with_copy = copy
         self._closing.set()
@@ -485,8 +491,7 @@ class Mirror:
         asked = self.signals.asked_at
         self._done.wait(max(0.0, (time.monotonic() if asked is None else asked) + EXIT - time.monotonic()))
         if copy and not self._copied_all:
-            has = f"it has step {self.step:,}" if self.step is not None else "it has no checkpoint that we know of"
-            self.say(f"not all is copied to {self.url}, {has}: the same command copies the rest")
+            self.say(f"not all is copied to {self.url}, {self._has()}: the same command copies the rest")
         return self._copied_all or not copy
 
     # ---- copying
@@ -530,21 +535,16 @@ class Mirror:
 
     def _tell(self, what: str) -> None:
         if not self._trouble and not self._closing.is_set():
-            has = f"it has step {self.step:,}" if self.step is not None else "it has no checkpoint that we know of"
-            self.say(f"cannot copy to {self.url} ({what}): training goes on, {has}")
+            self.say(f"cannot copy to {self.url} ({what}): training goes on, {self._has()}")
         self._trouble = what
+
+    def _has(self) -> str:
+        return "it has no checkpoint that we know of" if self.step is None else f"it has step {self.step:,}"
 
     def _find_garbage(self) -> None:
         """What a process left that was killed before its manifest."""
-        objects, counts = set(self._objects.values()), f"manifest-{self._number:012d}-"
-        self._garbage |= {
-            f"objects/{x}" for x in self._ask(self.store.names, f"{self.store.base}/objects") if x not in objects
-        }
-        self._garbage |= {
-            name
-            for name in self._ask(self.store.names, self.store.base)
-            if name.startswith("manifest-") and not name.startswith(counts)
-        }
+        objects = set(self._ask(self.store.names, f"{self.store.base}/objects")) - set(self._objects.values())
+        self._garbage |= {f"objects/{name}" for name in objects}
 
     def _copy(self, closing: bool) -> None:
         """Copy what is in the folder.
@@ -560,26 +560,25 @@ class Mirror:
             self._objects, self._known, self._files, self.step, self._vanished = {}, {}, {}, None, False
         step, parts = self._pushed
         known: dict[tuple, list] = {}
+        small = self._small_files(step, parts)
+        if self.step is not None and max(steps_of(small), default=-1) < self.step:
+            self._copied_all = closing
+            return  # a run is never replaced by one that is not as far
         files = self._large_files(parts, known, closing)
-        for name in self._small_files(step, parts):
+        for name in small:
             try:
                 files[name] = self._file(name, known, closing)
             except FileNotFoundError:
                 if (self.folder / name).exists():
                     raise  # the mirror's
                 # a checkpoint that was replaced by newer ones meanwhile
-        steps = [int(Path(name).stem[5:]) for name in files if name.startswith("checkpoints/step-")]
-        newest = max(steps, default=None)
-        if self.step is not None and (newest is None or newest < self.step):
-            self._copied_all = closing
-            return  # a run is never replaced by one that is not as far
-        complete = "summary.json" in files
-        content = {"format": FORMAT, "number": self._number + 1, "step": newest, "complete": complete, "files": files}
+        newest = max(steps_of(files), default=None)
+        content = {"format": FORMAT, "step": newest, "complete": "summary.json" in files, "files": files}
         self._require_lease()
         if self._vanished:
             raise Changed
-        before = f"manifest-{self._number:012d}-"
-        name = f"manifest-{self._number + 1:012d}-{self.identity['owner'][:8]}.json"
+        number = int(self._manifest.split("-")[1]) + 1 if self._manifest else 1
+        name = f"manifest-{number:012d}{self._signature()}"
         self._ask(self.store.put, name, sealed(json.dumps(content).encode() + b"\n"))
         self._copied_all = closing
         if newest != self.step:
@@ -589,10 +588,10 @@ class Mirror:
                     f"copying step {newest:,} to {self.url} took {self.seconds:.0f} s, an exit waits for {EXIT:.0f}: "
                     "after the loss of this machine training goes on from the last one that was copied"
                 )
-        self._number, self._files, self.step, self._known = self._number + 1, files, newest, known
+        self._manifest, self._files, self.step, self._known = name, files, newest, known
         named = {piece[2] for file in files.values() for piece in file["pieces"]}
         self._garbage |= {f"objects/{name}" for name in self._objects.values() if name not in named}
-        self._garbage |= {name for name in self._ask(self.store.names, self.store.base) if name.startswith(before)}
+        self._garbage |= set(self._manifests()) - {name}
         self._objects = {sha256: name for sha256, name in self._objects.items() if name in named}
         self._require_lease()  # or what another process has named meanwhile might go
         for name in sorted(self._garbage):
@@ -609,7 +608,7 @@ class Mirror:
         elif parts:
             checkpoints = [path for path in checkpoints if path.name == "best.pt" or int(path.stem[5:]) <= step]
         events = sorted(self.folder.glob("events.out.tfevents.*"))
-        others = [self.folder / name for name in PER_FILE if (self.folder / name).exists()]
+        others = [self.folder / name for name in ("config.json", "status.json") if (self.folder / name).exists()]
         return ends + [path.relative_to(self.folder).as_posix() for path in checkpoints + events + others]
 
     def _file(self, name: str, known: dict[tuple, list], closing: bool) -> dict[str, Any]:
@@ -681,6 +680,11 @@ class Mirror:
 
     def _silent(self, times: int = 1) -> bool:
         return any(time.monotonic() - since > times * PATIENCE for since in list(self._asking.values()))
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Of the checkpoints among paths below a run folder."""
+    return [int(Path(name).stem[5:]) for name in names if name.startswith("checkpoints/step-")]
 
 
 def newest_step(folder: Path) -> int | None:

@@ -12,6 +12,7 @@ Alibaba: https://www.alibabacloud.com/help/ecs/user-guide/query-the-interruption
 import contextlib
 import http.client
 import json
+import queue
 import re
 import threading
 import time
@@ -229,21 +230,23 @@ def word(value: Any) -> str:
 
 
 def detect() -> Cloud | None:
-    """The cloud that this machine is of: all are asked at once, and a second decides."""
-    found: list[Cloud] = []
+    """The cloud that this machine is of: all are asked at once, and the first that knows itself is it."""
+    answers: queue.SimpleQueue[Cloud | None] = queue.SimpleQueue()
 
     def ask(cloud: Cloud) -> None:
+        here = False
         with contextlib.suppress(Exception):  # whatever may come over a network
-            if cloud.is_here():
-                found.append(cloud)
+            here = cloud.is_here()
+        answers.put(cloud if here else None)
 
-    threads = [threading.Thread(target=ask, args=[cloud()], daemon=True) for cloud in CLOUDS.values()]
-    for thread in threads:
-        thread.start()
+    for cloud in CLOUDS.values():
+        threading.Thread(target=ask, args=[cloud()], daemon=True).start()
     deadline = time.monotonic() + 1.5 * DETECTION
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return found[0] if found else None
+    with contextlib.suppress(queue.Empty):
+        for _ in CLOUDS:
+            if found := answers.get(timeout=max(0.0, deadline - time.monotonic())):
+                return found
+    return None
 
 
 def maker() -> str | None:

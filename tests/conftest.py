@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,15 @@ def read_scalars(run_dir: Path, timed: bool = False) -> dict[str, list[tuple[int
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if timed or not tag.startswith(TIMED)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> float:
+    """Returns the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "never happened"
+        time.sleep(0.002)
+    return time.monotonic() - began
 
 
 @pytest.fixture

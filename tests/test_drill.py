@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, run_script, wait_until
 
 import drill
 
@@ -143,10 +142,3 @@ def test_a_drill_that_is_killed_leaves_no_training_behind(tmp_path):
     process.wait()
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not psutil.pid_exists(pid), seconds=5)
-
-
-def wait_until(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -15,7 +15,7 @@ import uuid
 
 import fsspec
 import pytest
-from conftest import read_scalars
+from conftest import read_scalars, wait_until
 from fsspec.implementations.memory import MemoryFileSystem
 from test_checkpoint import Training
 
@@ -84,6 +84,18 @@ def hook(store, name: str, function) -> None:
     setattr(store, name, staticmethod(function))
 
 
+def mortal(store) -> threading.Event:
+    """While it is set, the store is out of reach."""
+    dead = threading.Event()
+
+    def fail(what, path):
+        if dead.is_set():
+            raise ConnectionError("no route to the store")
+
+    hook(store, "before", fail)
+    return dead
+
+
 def at(name: str) -> str:
     return f"/bucket/runs/a/{name}"
 
@@ -106,14 +118,6 @@ def interrupt_after(monkeypatch, script, looks: int) -> None:
             return None
 
     monkeypatch.setattr(script, "StopSignals", Asking)
-
-
-def wait_until(condition, seconds: float = 20.0) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "never happened"
-        time.sleep(0.002)
-    return time.monotonic() - began
 
 
 # ---- the same command on a new machine
@@ -278,9 +282,9 @@ def test_what_has_not_changed_does_not_travel_again(tmp_path, monkeypatch, store
     with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
         for _ in range(6):
             training.iterate(1)
-            before = training.run.mirror._number
+            before = training.run.mirror._manifest
             training.run.mirror._wake.set()
-            wait_until(lambda: training.run.mirror._number > before)  # noqa: B023
+            wait_until(lambda: training.run.mirror._manifest > before)  # noqa: B023
             training.run.log_iteration({f"losses/{name}": 1.0 for name in "abcdefgh"})
     names = [name.rpartition(".")[0] for name in puts]
     assert max(names.count(name) for name in names if name.startswith("step-")) == 1
@@ -321,13 +325,7 @@ def test_a_dead_store_stops_nothing_and_is_reported_once_and_copied_to_when_it_i
     tmp_path, monkeypatch, store, capsys
 ):
     monkeypatch.setattr(common.mirror, "PERIOD", 0.01)
-    dead = threading.Event()
-
-    def fail(what, path):
-        if dead.is_set():
-            raise ConnectionError("no route to the store")
-
-    hook(store, "before", fail)
+    dead = mortal(store)
     with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
         training.iterate(2)
         wait_until(lambda: training.run.mirror.step == 10)
@@ -393,7 +391,7 @@ def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path, monkeypatch, c
         shutil.rmtree(folder)
         training.iterate(1)
         wait_until(lambda: training.run.mirror.step == 30)
-    assert "another process" not in capsys.readouterr().out
+    assert f"{folder}/a" not in capsys.readouterr().out  # neither lost nor out of reach
     manifest, left = MirrorView(str(folder)).look()
     assert (manifest["step"], left) == (30, [])
     shutil.rmtree(tmp_path / "a")
@@ -407,18 +405,16 @@ def test_a_complete_run_with_a_dead_mirror_is_status_1_and_the_same_command_copi
     monkeypatch.setattr(common.mirror, "EXIT", 0.5)
     flags = ["--num-envs=2", "--num-steps=16", "--num-minibatches=2", "--update-epochs=1", "--total-timesteps=64"]
     flags += ["--run-name=a", f"--mirror={URL}", f"--runs-dir={tmp_path}"]
-    dead = threading.Event()
-
-    def fail(what, path):
-        if dead.is_set() and what == "put":
-            raise ConnectionError("no route to the store")
-
-    hook(store, "before", fail)
+    dead = mortal(store)
     real = ppo_atari.Run.finish
     monkeypatch.setattr(ppo_atari.Run, "finish", lambda run: (dead.set(), real(run))[1])
     status, out, err = main_guard(ppo_atari, *flags)
     assert (status, err) == (1, f"error: {tmp_path / 'a'} is complete, its mirror is not\n")
     assert "the same command copies the rest" in out
+    monkeypatch.setattr(common.mirror, "PATIENCE", 0.2)
+    status, out, err = main_guard(ppo_atari, *flags)  # out of reach from the start
+    assert (status, err) == (1, f"error: {tmp_path / 'a'} is complete, its mirror is not\n")
+    assert "complete already" in out
     dead.clear()
     status, _, err = main_guard(ppo_atari, *flags)
     assert (status, err) == (0, "")
@@ -466,13 +462,7 @@ def test_without_a_mirror_nobody_knows_how_far_a_new_machine_is_with_its_folder_
 ):
     monkeypatch.setattr(common.mirror, "PATIENCE", 0.3)
     monkeypatch.setattr(common.mirror, "PERIOD", 0.05)
-    dead = threading.Event()
-
-    def fail(what, path):
-        if dead.is_set():
-            raise ConnectionError("no route to the store")
-
-    hook(store, "before", fail)
+    dead = mortal(store)
     with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
         training.iterate(3)
     dead.set()
@@ -579,8 +569,8 @@ def test_machines_that_die_soon_after_a_restore_were_not_cut_short_in_it(tmp_pat
         shutil.rmtree(tmp_path / "a")
         with Training(tmp_path, mirror=URL) as training:
             assert training.run.cut_restores["count"] == 0
-            number = training.run.mirror._number
-            wait_until(lambda: training.run.mirror._number > number)  # noqa: B023
+            before = training.run.mirror._manifest
+            wait_until(lambda: training.run.mirror._manifest > before)  # noqa: B023
             training.run.mirror._with_copy = False  # the last that anybody hears of it
 
 
@@ -713,6 +703,24 @@ def test_a_lease_that_is_not_renewed_is_taken_over(tmp_path, monkeypatch, store,
         first.iterate(1)
     assert MirrorView(URL).look()[0]["step"] == 30
     assert MirrorView(URL).look()[1] == []
+
+
+def test_a_machine_that_wakes_up_after_another_one_has_finished_harms_nothing(tmp_path, monkeypatch, store, capsys):
+    monkeypatch.setattr(common.mirror, "LEASE", 1.0)
+    with Training(tmp_path / "one", mirror=URL, checkpoint_minutes=1e-9) as first:
+        first.iterate(3)
+        wait_until(lambda: first.run.mirror.step == 20)
+        with monkeypatch.context() as patch:
+            other_machine(patch)
+            with Training(tmp_path / "two", mirror=URL, checkpoint_minutes=1e-9) as second:
+                second.iterate(4)
+        assert at("lease.json") not in store.store
+        first.iterate(1)
+    assert "another process has had /bucket/runs/a meanwhile" in capsys.readouterr().out
+    assert MirrorView(URL).look()[0]["step"] == 50
+    assert MirrorView(URL).look()[1] == []
+    with Training(tmp_path / "three", mirror=URL) as third:
+        assert third.run.progress.global_step == 50
 
 
 def test_of_two_that_take_a_lease_at_once_one_gets_it(tmp_path, monkeypatch, store):

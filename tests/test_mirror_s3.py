@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, run_script
+from conftest import ROOT, run_script, wait_until
 from test_interruption import start
-from test_mirror import interrupt_after, train, wait_until
+from test_mirror import interrupt_after, train
 
 import ppo_atari
 from common.errors import Interrupted, UsageError

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import wait_until
 
 import common.checkpoint
 import common.spot
@@ -138,15 +139,6 @@ class Told:
 
     def watch(self, name: str) -> SpotWatch:
         return SpotWatch(name, self.signals, self.lines.append)
-
-
-def wait_until(condition, seconds: float = 10.0) -> float:
-    """Returns the seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "never happened"
-        time.sleep(0.002)
-    return time.monotonic() - began
 
 
 def watching() -> bool:
