@@ -374,8 +374,6 @@ class Mirror:
         except FileNotFoundError:
             content = b""
         if hashlib.sha256(content).hexdigest() != sha256:
-            self._objects.pop(sha256, None)  # it is copied once more if this is still wanted
-            self._known = {key: piece for key, piece in self._known.items() if piece[3] != sha256}
             raise Damaged(f"{name} is damaged in the mirror" if content else f"{name} is not in the mirror")
         return content
 

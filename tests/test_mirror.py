@@ -513,6 +513,24 @@ def test_a_silent_store_at_the_start_is_given_up_and_its_late_answer_changes_not
     assert min(steps) >= 40  # a run is never replaced by one that is not as far
 
 
+def test_a_folder_that_is_not_as_far_owes_the_mirror_nothing(tmp_path, monkeypatch, store):
+    monkeypatch.setattr(common.mirror, "PATIENCE", 0.2)
+    with Training(tmp_path, mirror=URL, checkpoint_minutes=1e-9) as training:
+        training.iterate(3)
+    (tmp_path / "a" / "checkpoints" / "step-000000000020.pt").unlink()
+    dead, lines = mortal(store), []
+    with StopSignals() as signals:
+        mirror = Mirror(URL, "a", signals)
+        dead.set()
+        mirror.attach(tmp_path / "a", False, lambda config: None, lines.append)
+        dead.clear()
+        mirror.start()
+        mirror.push(10, [])
+        assert mirror.close()
+    assert not any("not all is copied" in line for line in lines)
+    assert MirrorView(URL).look()[0]["step"] == 20
+
+
 def test_a_network_that_comes_up_late_is_waited_for(tmp_path, store):
     tries = []
 
