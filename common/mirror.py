@@ -230,7 +230,8 @@ class Mirror:
                 if not said:
                     self.say(f"cannot read {self.url} ({reason(error)}): trying for {PATIENCE:.0f} s")
                 said = True
-                self._closing.wait(RETRY)
+                if self._closing.wait(RETRY):
+                    raise Changed from None
 
     def _open(self, afresh: bool, fetch: bool) -> None:
         self._take_lease()
@@ -367,7 +368,7 @@ class Mirror:
         return (self._object(name, sha256) for _, _, name, sha256, _ in file["pieces"])
 
     def _object(self, name: str, sha256: str) -> bytes:
-        if self._closing.is_set():
+        if threading.current_thread() is self._abandoned:
             raise Changed
         try:
             content = self._patiently(self._ask, self.store.get, f"objects/{name}")
