@@ -403,6 +403,7 @@ def test_a_complete_run_with_a_dead_mirror_is_status_1_and_the_same_command_copi
     tmp_path, monkeypatch, store, main_guard
 ):
     monkeypatch.setattr(common.mirror, "EXIT", 0.5)
+    monkeypatch.setattr(common.mirror, "LEASE", 0.2)  # of the first process, which here is still alive
     flags = ["--num-envs=2", "--num-steps=16", "--num-minibatches=2", "--update-epochs=1", "--total-timesteps=64"]
     flags += ["--run-name=a", f"--mirror={URL}", f"--runs-dir={tmp_path}"]
     dead = mortal(store)
