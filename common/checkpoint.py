@@ -30,6 +30,8 @@ from common.files import SHA256_DIGITS, is_sealed, replacing, sealed, sync
 FORMAT = 1
 # Entries that belong to the process and not to the training: two checkpoints of one step may differ in them.
 OF_THE_PROCESS = ("clock", "events")
+# In the description of the environments: how they run here.
+OF_THE_MACHINE = ("threads", "processes", "emulator_seeds")
 RETRY = 60.0  # seconds after a save that failed
 CUT_RESTORES = 5  # in a row, after which a run stops by itself
 LEAVING = 1.0  # seconds from a save to the end of the process, at most
@@ -437,6 +439,7 @@ class Checkpoints:
             "script": self.run.script,
             "args": self.args.result_flags(),
             "machine": self.run.machine,
+            "env": {key: x for key, x in self.run.config.get("env", {}).items() if key not in OF_THE_MACHINE},
             "origin": self.origin,
             "global_step": step,
             "rank": rank,

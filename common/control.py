@@ -63,8 +63,8 @@ def spec_of(env_id: str) -> EnvSpec:
     return spec
 
 
-def make_env(env_id: str) -> gym.Env:
-    """A registered environment.
+def make_env(env_id: str, **settings: Any) -> gym.Env:
+    """A registered environment. `settings`: of `gym.make`.
 
     Raises:
         UsageError: see `spec_of`; a package that is missing, or spaces that a Gaussian policy has no use for.
@@ -75,7 +75,7 @@ def make_env(env_id: str) -> gym.Env:
         with signals_blocked(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old versions, which `note` names in one line
             # the checker would only slow each step down
-            env = gym.make(spec, disable_env_checker=True)
+            env = gym.make(spec, disable_env_checker=True, **settings)
     except (gym.error.Error, ImportError) as error:
         newest = newest_version(spec)
         reason = str(error).splitlines()[0] if newest == spec.id else f"no longer loads; use {newest}"
@@ -294,15 +294,21 @@ class ControlEnvs(VectorEnv):
         note: what the user should know of this environment, else empty.
     """
 
-    def __init__(self, env_id: str, num_envs: int, asynchronous: bool = False) -> None:
+    def __init__(self, env_id: str, num_envs: int, asynchronous: bool = False, **settings: Any) -> None:
         """
+        Args:
+            asynchronous: each in a process of its own.
+            settings: of `gym.make`.
+
         Raises:
             UsageError: see `make_env`.
             WorkerError: a worker process could not make its environment.
         """
         self.closed = True  # there is nothing to close yet
-        make_env(env_id).close()  # refuse here what a worker could only die of
-        makers: list[Callable[[], gym.Env]] = [lambda i=i: Replayable(make_env(env_id), i) for i in range(num_envs)]
+        make_env(env_id, **settings).close()  # refuse here what a worker could only die of
+        makers: list[Callable[[], gym.Env]] = [
+            lambda i=i: Replayable(make_env(env_id, **settings), i) for i in range(num_envs)
+        ]
         self.asynchronous = asynchronous
         self.envs = Workers(makers) if asynchronous else Local(makers)
         self.closed = False

@@ -54,7 +54,7 @@ def test_common_stays_small():
 
 
 def test_requirements_are_pinned_to_exact_versions():
-    for name in ("requirements.txt", "requirements-v100.txt", "requirements-cloud.txt"):
+    for name in ("requirements.txt", "requirements-v100.txt", "requirements-cloud.txt", "requirements-extras.txt"):
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
         assert lines
         for line in lines:
