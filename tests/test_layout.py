@@ -58,4 +58,4 @@ def test_requirements_are_pinned_to_exact_versions():
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
         assert lines
         for line in lines:
-            assert re.fullmatch(r"[a-z0-9-]+(\[[a-z,]+\])?==[0-9][0-9.]*", line), line
+            assert re.fullmatch(r"[a-z0-9-]+(\[[a-z0-9,]+\])?==[0-9][0-9.]*", line), line
