@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
@@ -60,6 +61,8 @@ class SharedArgs:
     """the cloud whose notice of taking this machine away stops the run with a checkpoint; auto finds out which"""
     mirror: str | None = None
     """folder or address (s3://bucket/runs, see docs/spot.md) for a copy of the run, with which new machines go on"""
+    track: bool = False
+    """log to Weights & Biases too, into the project WANDB_PROJECT (spotrl); needs requirements-extras.txt"""
     run_name: str | None = None
     """folder below runs-dir; by default derived from the flags that change the result"""
     runs_dir: str = "runs"
@@ -87,6 +90,7 @@ class SharedArgs:
         self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
         self.require_positive("total_timesteps", "keep_checkpoints")
         self.require("runs_dir", self.runs_dir != "", "must name a folder")
+        self.require("track", not self.track or find_spec("wandb") is not None, "needs requirements-extras.txt")
         self.require("mirror", self.mirror != "", "must name a folder or an address")
         self.require("checkpoint_minutes", self.checkpoint_minutes >= 0, "must not be negative")
         self.require("keep_every", self.keep_every is None or self.keep_every > 0, "must be positive")
@@ -117,7 +121,7 @@ FLOAT32_MAX = 3.4e38
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
 RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer"}
-RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost", "spot_watch", "mirror"}
+RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost", "spot_watch", "mirror", "track"}
 IN_THE_NAME = {"env_id", "seed"}
 
 

@@ -29,6 +29,7 @@ from torch.utils.tensorboard.summary import scalar, text
 
 from common.errors import Interrupted, LimitReached, SaveError, UsageError, WorkerError
 from common.files import read_json, replacing, write_json
+from common.track import Tracker
 
 # seconds
 HEARTBEAT = 5.0  # between two status.json
@@ -154,6 +155,7 @@ class Run:
         self.total_timesteps = total_timesteps
         self.progress, self.events = Progress(), Events(self.dir)
         self.terminal = Terminal()
+        self.tracker = Tracker(args.track, self.terminal.line)
         self.sps: float | None = None
         self.phase = "start"
         self.rescue: Callable[[], None] = lambda: None  # saves what is not saved yet
@@ -269,6 +271,7 @@ class Run:
     def _close(self) -> bool:
         """Returns whether the mirror, if there is one, has all."""
         self.events.close()
+        self.tracker.close(interrupted=self.phase != "complete")
         return self.mirror.close()
 
     def start(self, resumed_from: str | None = None) -> None:
@@ -303,6 +306,7 @@ class Run:
             self.events.flush()
         except OSError as error:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
+        self.tracker.start(self.dir, {"script": self.script, **self.config["args"]})
         self.terminal.line(note)
         self.write_status()  # that the restore is over
         self._lap_time = time.perf_counter()
@@ -360,10 +364,15 @@ class Run:
         progress = self.progress
         for i in np.flatnonzero(info["_episode"]):
             episodic_return = float(info["episode"]["r"][i])
-            self.events.add("charts/episodic_return", episodic_return, progress.global_step)
-            self.events.add("charts/episodic_length", int(info["episode"]["l"][i]), progress.global_step)
+            game = {"charts/episodic_return": episodic_return, "charts/episodic_length": int(info["episode"]["l"][i])}
+            self._add(game)
             progress.returns.append(episodic_return)
             progress.games += 1
+
+    def _add(self, scalars: dict[str, float]) -> None:
+        for tag, value in scalars.items():
+            self.events.add(tag, value, self.progress.global_step)
+        self.tracker.log(scalars, self.progress.global_step)
 
     def require_finite(self, losses: dict[str, float]) -> None:
         """Raises FloatingPointError."""
@@ -387,8 +396,7 @@ class Run:
         shares = {f"time/{part}": seconds / elapsed for part, seconds in self.laps.items()}
         self.laps = {}
         self.progress.scalars = scalars
-        for tag, value in {**scalars, **(timed or {}), "charts/SPS": self.sps, **shares, **self.cost()}.items():
-            self.events.add(tag, value, global_step)
+        self._add({**scalars, **(timed or {}), "charts/SPS": self.sps, **shares, **self.cost()})
         self._flush()
         self.tick()
 

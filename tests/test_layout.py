@@ -34,7 +34,7 @@ def test_a_script_imports_common_and_no_other_script(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "common").glob("*.py")), ids=lambda path: path.name)
 def test_common_imports_nothing_of_ours_but_the_small_shared_helpers(path):
-    assert project_imports(path) <= {"common.errors", "common.files", "common.signals"}
+    assert project_imports(path) <= {"common.errors", "common.files", "common.signals", "common.track"}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmark").glob("*.py")), ids=lambda path: path.name)
@@ -49,8 +49,8 @@ def test_a_script_can_be_read_in_one_sitting(script):
 
 
 def test_common_stays_small():
-    # a mirror and four clouds are a fifth of it
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4500
+    # a mirror and four clouds are a quarter of it
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4600
 
 
 def test_requirements_are_pinned_to_exact_versions():
