@@ -37,8 +37,8 @@ RUN chmod -R a+rX . && install -d -m 1777 runs benchmark/out
 
 # There is no git in here: config.json takes its revision from this. Last, because it changes with each commit.
 ARG REVISION
-# Caches of torch, Triton and matplotlib lie below HOME, which a user whom the image doesn't know would not have; torch
-# also asks for the user's name.
+# A user whom the image doesn't know has neither a HOME, below which Triton and matplotlib keep their caches, nor a name,
+# for which Python's getpass looks here first.
 ENV SPOTRL_REVISION=${REVISION} HOME=/tmp USER=spotrl PYTHONUNBUFFERED=1
 
 # A number: the base image may have a user 1000 or none, and Kubernetes can see that it is not root.
