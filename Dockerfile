@@ -6,11 +6,12 @@
 ARG TAG=2.13.0-cuda13.0-cudnn9-runtime
 FROM pytorch/pytorch:${TAG}
 
-# g++ and Python's headers: --compile builds code when it starts, and a runtime image promises no compiler. libegl1 and
-# libgl1: MuJoCo's pictures without a screen. No versions: the archive of a distribution keeps only its newest.
+# g++ and Python's headers: --compile builds code when it starts, and a runtime image promises no compiler. The others draw
+# MuJoCo's pictures without a screen, in software. No versions: a distribution's archive keeps only the newest.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ libegl1 libgl1 python3-dev \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+    g++ libegl1 libgl1 libgl1-mesa-dri python3-dev \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /workspace
