@@ -280,7 +280,8 @@ def test_the_image_without_a_command_says_what_it_can(image):
 @pytest.mark.slow
 def test_a_sigterm_to_the_first_process_of_a_container_saves_and_ends_with_75(image):
     # a user whom no file knows, the first process of its namespace
-    apart = ["unshare", "--user", "--map-user=12345", "--map-group=12345", "--pid", "--fork", "--mount-proc"]
+    apart = ["unshare", "--user", "--map-user=12345", "--map-group=12345"]
+    apart += ["--pid", "--fork", "--kill-child", "--mount-proc"]
     if shutil.which("unshare") is None or subprocess.run([*apart, "true"], capture_output=True).returncode != 0:
         pytest.skip("no namespaces of processes and users here")
     command = [*only("ENTRYPOINT").value, "ppo_atari.py", "--run-name", "a", "--num-steps", "16"]
