@@ -677,4 +677,4 @@ def git_revision() -> str | None:
         # a session of its own: Ctrl-C is not for it
         done = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True, start_new_session=True)
         return done.stdout.strip()
-    return None
+    return os.environ.get("SPOTRL_REVISION") or None  # of an image, which has neither git nor history
