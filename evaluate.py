@@ -407,7 +407,7 @@ class Dataset:
 
         try:
             parse_dataset_id(name)
-        except ValueError:
+        except (ValueError, TypeError):
             raise UsageError(f"--dataset {name}: no name such as breakout/ppo-v0") from None
         if get_dataset_path(name).exists():
             raise UsageError(f"--dataset {name}: is there already, in {get_dataset_path(name)}")
