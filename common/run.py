@@ -1,6 +1,7 @@
 """One training run on disk and on the terminal: folder, lock, events, heartbeat, progress line, summary."""
 
 import contextlib
+import dataclasses
 import fcntl
 import importlib.metadata
 import io
@@ -301,8 +302,7 @@ class Run:
         try:
             self.events.open(purge_step)
             if self.last_checkpoint is None:
-                rows = "".join(f"|{key}|{value}|\n" for key, value in self.config["args"].items())
-                self.events.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+                self.events.add_text("hyperparameters", hyperparameters(self.args))
             self.events.flush()
         except OSError as error:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
@@ -525,6 +525,15 @@ class Run:
         """Of a run that an earlier process completed."""
         self.terminal.line(f"complete already: {self.dir}; --resume never sets it aside and starts afresh")
         return read_json(self.dir / "summary.json")
+
+
+def hyperparameters(args: Any) -> str:
+    """A Markdown table of all flags. TensorBoard shows its first dozen rows: those that are not as usual."""
+    rows = [(field.name, getattr(args, field.name), field.default) for field in dataclasses.fields(args)]
+    rows.sort(key=lambda row: row[1] == row[2])
+    table = [("flag", "value", "default"), ("-", "-", "-")]
+    table += [(name, value, default if value != default else "") for name, value, default in rows]
+    return "\n".join(f"|{'|'.join(str(cell).replace('|', '&#124;') for cell in row)}|" for row in table)
 
 
 def claim(folder: Path, set_aside: bool = False) -> tuple[int, bool, Path | None]:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from conftest import ROOT, read_scalars
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import common.run
 from common.args import SharedArgs, default_run_name
@@ -17,7 +18,7 @@ from common.cost import Clock
 from common.errors import UsageError
 from common.files import replacing, write_json
 from common.mirror import Mirror
-from common.run import Run, Terminal, duration
+from common.run import Run, Terminal, duration, hyperparameters
 
 CONFIG = {"args": {"seed": 1}, "device": "cpu", "amp_dtype": "torch.float32"}
 
@@ -489,3 +490,24 @@ def test_a_lost_tail_of_the_curves_is_said(tmp_path):
     with make_run(tmp_path) as run:
         run.events.load_state_dict(position)
         assert "is lost: 0 of" in run.events.restore_note
+
+
+def test_tensorboards_text_page_shows_changed_flags_first_with_their_defaults(tmp_path):
+    with make_run(tmp_path, seed=7, mirror=None, run_name="a", max_cost=2.0, price_per_hour=1.0):
+        pass
+    events = EventAccumulator(str(tmp_path / "a"))
+    events.Reload()
+    (event,) = events.Tensors("hyperparameters/text_summary")
+    table = event.tensor_proto.string_val[0].decode().splitlines()
+    assert table[:2] == ["|flag|value|default|", "|-|-|-|"]
+    assert table[2:7] == [
+        "|seed|7|1|",
+        "|price_per_hour|1.0|None|",
+        "|max_cost|2.0|None|",
+        "|run_name|a|None|",
+        f"|runs_dir|{tmp_path}|runs|",
+    ]
+    assert table[7] == "|env_id|||"
+    assert "|total_timesteps|1000000||" in table
+    assert len(table) == 2 + len(vars(SharedArgs()))
+    assert "|mirror|a&#124;b|None|" in hyperparameters(SharedArgs(mirror="a|b"))
