@@ -42,7 +42,7 @@ from common.args import parse
 from common.checkpoint import Damaged, newest_first, newest_good, read
 from common.control import ControlEnvs, make_env
 from common.envs import AtariEnvs
-from common.errors import UsageError
+from common.errors import SaveError, UsageError
 from common.files import replacing
 from common.gpu import choose_device
 from common.running import Normalizer
@@ -405,6 +405,8 @@ class Dataset:
         from minari.dataset.minari_dataset import parse_dataset_id
         from minari.storage import get_dataset_path
 
+        if root := os.environ.get("MINARI_DATASETS_PATH"):  # Minari takes a relative one in two ways
+            os.environ["MINARI_DATASETS_PATH"] = os.path.abspath(root)
         try:
             parse_dataset_id(name)
         except (ValueError, TypeError):
@@ -428,7 +430,10 @@ class Dataset:
         for i in np.flatnonzero(playing):
             self.steps[i].append((obs[i].copy(), actions[i].copy(), float(rewards[i])))
             if ended[i]:
-                self._write(i, final_obs[i], bool(truncated[i]))
+                try:
+                    self._write(i, final_obs[i], bool(truncated[i]))
+                except OSError as error:
+                    raise SaveError(f"--dataset {self.name}: {error}") from None
                 self.steps[i] = []
 
     def _write(self, i: int, final_obs: np.ndarray, truncated: bool) -> None:
@@ -511,6 +516,7 @@ def evaluate(args: Args) -> dict[str, Any]:
 
     Raises:
         UsageError: see `Args.check`, `find`, `make_envs`, `Dataset`, `export`.
+        SaveError: the data set could not be written; the games before are in it.
     """
     began = time.perf_counter()
 
@@ -600,6 +606,9 @@ def main() -> int:
     except UsageError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except SaveError as error:
+        print("error:", error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted: no result", file=sys.stderr)
         return 130

@@ -517,6 +517,27 @@ def test_a_data_sets_name_is_looked_at_before_anything_is_played(runs, call, min
         assert f"--dataset {name}: no name such as breakout/ppo-v0" in err
 
 
+@needs_minari
+def test_a_data_sets_folder_may_be_relative_and_a_full_disk_is_status_1(runs, call, minari, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", "here")
+    flags = (runs / "ppo_continuous", "--episodes", 2, "--dataset")
+    assert call(*flags, "one-v0")[0] == 0
+    assert (tmp_path / "here" / "one-v0" / "data").is_dir()
+
+    real = evaluate.Dataset._write
+
+    def full(dataset, *game):
+        if dataset.dataset is not None:
+            raise OSError(28, "No space left on device")
+        real(dataset, *game)
+
+    monkeypatch.setattr(evaluate.Dataset, "_write", full)
+    status, _, err = call(*flags, "two-v0")
+    assert (status, err) == (1, "error: --dataset two-v0: [Errno 28] No space left on device\n")
+    assert minari.load_dataset("two-v0").total_episodes == 1
+
+
 def test_a_data_set_without_minari_is_refused(runs, call, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(
