@@ -1,6 +1,6 @@
 """Plays a trained agent and reports its scores: whole games with all their lives, rewards as the game gives them.
 
-    python evaluate.py runs/BreakoutNoFrameskip-v4__ppo_atari__1 --episodes 30 --video breakout.mp4
+    python evaluate.py runs/BreakoutNoFrameskip-v4__ppo_atari__1__f55d307e --episodes 30 --video breakout.mp4
 
 Algorithm, environment, preprocessing, network and the statistics of normalisation come from the checkpoint; there is no
 flag with which they could be others. Arithmetic is float32, whatever the training used, on any machine.
@@ -14,6 +14,7 @@ import common.cpu  # noqa: F401  isort: skip  (has to come before torch)
 
 import contextlib
 import csv
+import glob
 import importlib.metadata
 import importlib.util
 import json
@@ -109,7 +110,9 @@ def find(given: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
             say(f"{newer} is damaged ({reason}): {path.name} plays")
         return path, content
     if not path.exists():
-        raise UsageError(f"{given}: not there; give a run folder or a checkpoint")
+        near = [str(other) for other in sorted(path.parent.glob(f"{glob.escape(path.name)}*"))[:3]]
+        hint = f"did you mean {' or '.join(near)}?" if near else "give a run folder or a checkpoint"
+        raise UsageError(f"{given}: not there; {hint}")
     try:
         return path, read(path)
     except Damaged as error:

@@ -24,7 +24,8 @@ from conftest import ROOT, wait_until
 import common.preemption  # noqa: F401  (before any script's main is called here)
 from common.args import flag, parse
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
+PAGES = [README, CHINESE, *sorted((ROOT / "docs").rglob("*.md"))]
 # every command of these is run by a test, or says why not
 MARKED = [ROOT / "docs" / name for name in ("cloud.md", "troubleshooting.md")]
 CLOUD, TROUBLES = MARKED
@@ -174,6 +175,33 @@ def test_links_within_the_repository_lead_somewhere(page):
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: page.name)
 def test_lines_are_no_wider_than_elsewhere(page):
     assert [line for line in prose(page).splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_the_chinese_readme_has_the_commands_the_map_and_the_exit_statuses_of_readme():
+    assert sorted(block.text for block in blocks(CHINESE)) == sorted(block.text for block in blocks(README))
+    links = [
+        set(re.findall(r"[^!]\[[^]]*\]\(((?:docs|recipes)[^)]*)\)", page.read_text())) for page in (README, CHINESE)
+    ]
+    assert {link for link in links[0] if not link.endswith(".png")} == links[1]
+    statuses = [re.findall(r"^\| (\d+) \|", page.read_text(), re.MULTILINE) for page in (README, CHINESE)]
+    assert statuses[0] == statuses[1] == ["0", "75", "3", "2", "1"]
+    flags = [set(re.findall(r"--[a-z][a-z-]+", page.read_text())) for page in (README, CHINESE)]
+    assert flags[1] <= flags[0]
+
+
+def test_readme_evaluates_the_run_of_its_own_main_command():
+    import ppo_atari
+    from common.args import default_run_name
+
+    ((_, words),) = [
+        found
+        for _, text in blocks(README)
+        if "pip install" in text
+        for found in commands(text)
+        if found[0] == "ppo_atari.py"
+    ]
+    name = default_run_name(parse(ppo_atari.Args, words, ""), "ppo_atari")
+    assert f"evaluate.py runs/{name} " in README.read_text()
 
 
 def test_no_port_is_opened_to_everybody():

@@ -274,6 +274,7 @@ def test_published_scores_are_of_games_that_exist():
     ("words", "line"),
     [
         (["nowhere"], "nowhere: not there; give a run folder or a checkpoint"),
+        (["{runs}/ppo_a"], "{runs}/ppo_a: not there; did you mean {runs}/ppo_atari?"),
         (["{runs}"], "{runs}: no checkpoint there"),
         (["{runs}/ppo_atari/agent.pt"], "give the run's folder, agent.pt holds weights alone"),
         (["{runs}/ppo_atari/config.json"], "it is no checkpoint, or no whole one"),
