@@ -367,6 +367,7 @@ def machine(tmp_path):
         subprocess.run(["tmux", "kill-server"], env=machine.env, capture_output=True)
 
 
+@pytest.mark.slow
 def test_the_line_that_trains(machine):
     (text,) = [text for _, text in blocks(CLOUD) if re.match(r"\.venv/bin/python ppo_atari\.py", text)]
     said = machine.type(text)

@@ -872,6 +872,7 @@ def test_bad_flags_are_one_line_and_status_2(monkeypatch, capsys, flags):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_whole_program_on_this_machine(tmp_path):
     began = time.monotonic()
     done = run_script("doctor.py", "--json", "--num-envs", "2", "--runs-dir", "new/runs", cwd=tmp_path)
