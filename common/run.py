@@ -528,9 +528,10 @@ class Run:
 
 
 def hyperparameters(args: Any) -> str:
-    """A Markdown table of all flags. TensorBoard shows its first dozen rows: those that are not as usual."""
+    """A Markdown table of all flags. TensorBoard shows its first dozen rows: those that are not as usual, then those of
+    the algorithm."""
     rows = [(field.name, getattr(args, field.name), field.default) for field in dataclasses.fields(args)]
-    rows.sort(key=lambda row: row[1] == row[2])
+    rows.sort(key=lambda row: (row[1] == row[2], row[0] not in type(args).__annotations__))
     table = [("flag", "value", "default"), ("-", "-", "-")]
     table += [(name, value, default if value != default else "") for name, value, default in rows]
     return "\n".join(f"|{'|'.join(str(cell).replace('|', '&#124;') for cell in row)}|" for row in table)

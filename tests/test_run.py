@@ -13,6 +13,7 @@ from conftest import ROOT, read_scalars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import common.run
+import ppo_atari
 from common.args import SharedArgs, default_run_name
 from common.cost import Clock
 from common.errors import UsageError
@@ -510,4 +511,8 @@ def test_tensorboards_text_page_shows_changed_flags_first_with_their_defaults(tm
     assert table[7] == "|env_id|||"
     assert "|total_timesteps|1000000||" in table
     assert len(table) == 2 + len(vars(SharedArgs()))
+    rows = hyperparameters(ppo_atari.Args(seed=7, num_envs=4)).splitlines()
+    assert rows[2:4] == ["|num_envs|4|8|", "|seed|7|1|"]
+    assert rows[4:7] == ["|env_id|BreakoutNoFrameskip-v4||", "|total_timesteps|10000000||", "|learning_rate|0.00025||"]
+    assert rows[-1] == "|runs_dir|runs||"
     assert "|mirror|a&#124;b|None|" in hyperparameters(SharedArgs(mirror="a|b"))
