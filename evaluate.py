@@ -19,6 +19,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -621,4 +622,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a film that is half done goes
     sys.exit(main())

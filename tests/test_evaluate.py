@@ -452,12 +452,16 @@ def test_the_renderer_is_the_first_that_works_and_the_users_choice_stays(monkeyp
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_one_line_and_no_half_film(runs, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_one_line_and_no_half_film(runs, tmp_path, number):
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells start programs in the background without
+
     command = [sys.executable, "-u", str(ROOT / "evaluate.py"), str(runs / "ppo_atari"), "--episodes=100000"]
     with open(tmp_path / "said", "w") as said:
-        process = subprocess.Popen([*command, "--video=x.mp4"], cwd=tmp_path, stdout=said, stderr=said)
+        process = subprocess.Popen([*command, "--video=x.mp4"], cwd=tmp_path, stdout=said, stderr=said, preexec_fn=heed)
         wait_until(lambda: "game 2 of" in (tmp_path / "said").read_text(), 60)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         assert process.wait(20) == 130
     text = (tmp_path / "said").read_text()
     assert text.endswith("interrupted: no result\n")
