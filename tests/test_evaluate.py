@@ -460,9 +460,12 @@ def test_an_interruption_leaves_one_line_and_no_half_film(runs, tmp_path, number
     command = [sys.executable, "-u", str(ROOT / "evaluate.py"), str(runs / "ppo_atari"), "--episodes=100000"]
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen([*command, "--video=x.mp4"], cwd=tmp_path, stdout=said, stderr=said, preexec_fn=heed)
-        wait_until(lambda: "game 2 of" in (tmp_path / "said").read_text(), 60)
-        process.send_signal(number)
-        assert process.wait(20) == 130
+        try:
+            wait_until(lambda: "game 2 of" in (tmp_path / "said").read_text(), 60)
+            process.send_signal(number)
+            assert process.wait(20) == 130
+        finally:
+            process.kill()
     text = (tmp_path / "said").read_text()
     assert text.endswith("interrupted: no result\n")
     assert "Traceback" not in text
