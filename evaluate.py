@@ -289,24 +289,25 @@ assert renderer.render().std() > 0
 """
 
 
-def choose_renderer() -> str | None:
-    """Set `MUJOCO_GL` to what renders without a window, unless the user has set it. Returns it, None if nothing does.
+def choose_renderer(given: str | None) -> None:
+    """Set `MUJOCO_GL` to what renders here without a window, if anything does.
 
     Tried in processes of their own: a library that does not fit may end the process that tries it. EGL needs a GPU's
-    driver, OSMesa the library of that name; GLFW, MuJoCo's default, a screen.
+    driver or Mesa, OSMesa the library of that name; GLFW, MuJoCo's default, a screen.
+
+    Args:
+        given: the user's choice, instead of these.
     """
-    if "MUJOCO_GL" not in os.environ:
-        screen = ["glfw"] if os.environ.get("DISPLAY") else []
-        for name in ["egl", "osmesa", *screen]:
-            environment = os.environ | {"MUJOCO_GL": name}
-            try:
-                done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, timeout=60)
-            except subprocess.TimeoutExpired:
-                continue
-            if done.returncode == 0:
-                os.environ["MUJOCO_GL"] = name
-                break
-    return os.environ.get("MUJOCO_GL")
+    screen = ["glfw"] if os.environ.get("DISPLAY") else []
+    for name in [given] if given else ["egl", "osmesa", *screen]:
+        environment = os.environ | {"MUJOCO_GL": name}
+        try:
+            done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, timeout=60)
+        except subprocess.TimeoutExpired:
+            continue
+        if done.returncode == 0:
+            os.environ["MUJOCO_GL"] = name
+            return
 
 
 class Film:
@@ -330,9 +331,8 @@ class Film:
         import imageio.v3
 
         if about["script"] == "ppo_continuous":
-            renderer = choose_renderer()
             self.envs = make_envs(about, 1, render_mode="rgb_array")
-            if renderer is None and "mujoco" in sys.modules:
+            if "MUJOCO_GL" not in os.environ and "mujoco" in sys.modules:
                 raise RuntimeError("neither EGL nor OSMesa works here; on Debian and Ubuntu: apt install libosmesa6")
             self.look = lambda: self.envs.envs.call("render")[0]
             fps = self.envs.envs.envs[0].metadata.get("render_fps", 30)
@@ -551,8 +551,9 @@ def evaluate(args: Args) -> dict[str, Any]:
     if args.episodes == 0:
         return result
 
+    given = os.environ.pop("MUJOCO_GL", None)  # with one that does not work here MuJoCo can't be imported
     if about["script"] == "ppo_continuous" and args.video:
-        choose_renderer()  # before MuJoCo is imported
+        choose_renderer(given)
     envs = make_envs(about, min(args.episodes, MAX_ENVS))
     for line in differences(about, envs):
         say(line)
@@ -607,6 +608,8 @@ def main() -> int:
     try:
         args = parse(Args, sys.argv[1:], __doc__)
         result = evaluate(args)
+        if args.json:
+            print(json.dumps(result, indent=2), flush=True)
     except UsageError as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
@@ -616,8 +619,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted: no result", file=sys.stderr)
         return 130
-    if args.json:
-        print(json.dumps(result, indent=2))
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

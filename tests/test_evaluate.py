@@ -349,19 +349,17 @@ def test_the_film_shows_the_first_game_from_its_start_to_its_end(runs, call, tmp
     assert os.listdir(tmp_path) == ["x.mp4"]
 
 
-def renderer():
-    """Found once; else the tests that draw MuJoCo would take it for the user's."""
-    before = os.environ.get("MUJOCO_GL")
-    found = evaluate.choose_renderer()
-    if before is None:
-        os.environ.pop("MUJOCO_GL", None)
-    return found
+def renders_here(monkeypatch) -> bool:
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    evaluate.choose_renderer(None)
+    return "MUJOCO_GL" in os.environ
 
 
 @pytest.mark.slow
-def test_a_film_of_mujoco(runs, tmp_path):
-    if renderer() is None:
+def test_a_film_of_mujoco(runs, tmp_path, monkeypatch):
+    if not renders_here(monkeypatch):
         pytest.skip("nothing here renders without a screen (libosmesa6, or EGL)")
+    monkeypatch.delenv("MUJOCO_GL")
     command = [sys.executable, str(ROOT / "evaluate.py"), str(runs / "ppo_continuous"), "--episodes=1", "--json"]
     done = subprocess.run([*command, "--video=x.mp4"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     result = json.loads(done.stdout)
@@ -379,8 +377,7 @@ def test_a_film_of_mujoco(runs, tmp_path):
 def test_a_film_that_fails_is_said_and_scores_are_reported(runs, call, tmp_path, monkeypatch, script, when):
     import imageio.v3
 
-    monkeypatch.setattr(evaluate, "choose_renderer", lambda: None)
-    monkeypatch.setenv("MUJOCO_GL", "egl")  # nobody else's business here
+    monkeypatch.setattr(evaluate, "choose_renderer", lambda given: None)
 
     class Mute(Exception):
         def __str__(self):
@@ -429,7 +426,7 @@ def test_a_game_that_cannot_be_played_again_is_not_filmed(runs, call, tmp_path, 
     assert os.listdir(tmp_path) == []
 
 
-def test_the_renderer_is_the_first_that_works_and_the_users_choice_stays(monkeypatch):
+def test_the_renderer_is_the_first_that_works_or_the_users_choice(monkeypatch):
     tried = []
 
     def run(command, env, **kwargs):
@@ -439,16 +436,48 @@ def test_the_renderer_is_the_first_that_works_and_the_users_choice_stays(monkeyp
         return subprocess.CompletedProcess(command, works != env["MUJOCO_GL"])
 
     monkeypatch.setattr(evaluate.subprocess, "run", run)
-    monkeypatch.setenv("MUJOCO_GL", "mine")
-    assert evaluate.choose_renderer() == "mine"
-    assert tried == []
-    for works, screen, expected in [("osmesa", "", "osmesa"), ("glfw", "", None), ("glfw", ":0", "glfw")]:
+    for given, works, screen, expected, trials in [  # noqa: B007  (run reads works)
+        (None, "osmesa", "", "osmesa", ["egl", "osmesa"]),
+        (None, "osmesa", ":0", "osmesa", ["egl", "osmesa"]),
+        (None, "glfw", "", None, ["egl", "osmesa"]),
+        (None, "glfw", ":0", "glfw", ["egl", "osmesa", "glfw"]),
+        ("osmesa", "osmesa", "", "osmesa", ["osmesa"]),
+        ("mine", "osmesa", "", None, ["mine"]),
+    ]:
         tried.clear()
         monkeypatch.delenv("MUJOCO_GL", raising=False)
         monkeypatch.setenv("DISPLAY", screen)
-        assert evaluate.choose_renderer() == expected
+        evaluate.choose_renderer(given)
         assert os.environ.get("MUJOCO_GL") == expected
-        assert tried == ["egl", "osmesa", "glfw"][: 2 + bool(screen) - (works == "osmesa") * bool(screen)]
+        assert tried == trials
+
+
+@pytest.mark.slow
+def test_a_renderer_that_does_not_work_costs_the_film_and_no_score(runs, tmp_path):
+    command = [sys.executable, str(ROOT / "evaluate.py"), str(runs / "ppo_continuous"), "--episodes=1", "--json"]
+    for more in ([], ["--video=x.mp4"]):
+        done = subprocess.run(
+            [*command, *more],
+            cwd=tmp_path,
+            env=os.environ | {"MUJOCO_GL": "nonsense"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert len(json.loads(done.stdout)["scores"]) == 1, done.stderr
+        assert ("no video: neither EGL nor OSMesa works here" in done.stderr) == bool(more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["evaluate.py", "doctor.py"])
+def test_a_reader_that_goes_away_is_no_traceback(runs, tmp_path, script):
+    words = [str(runs / "ppo_continuous")] if script == "evaluate.py" else ["--device=cpu"]
+    command = [sys.executable, str(ROOT / script), *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 1
 
 
 @pytest.mark.slow
