@@ -211,8 +211,8 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
         print("error:", error, file=sys.stderr)
         status = 1
     # All is written. Python and torch would take most of a second to shut down, and a machine may be gone by then; they
-    # would wait for a mirror that does not answer, too.
-    if status == os.EX_TEMPFAIL or any(thread.name.startswith("mirror") for thread in threading.enumerate()):
+    # would wait for a mirror or W&B that does not answer, too.
+    if status == os.EX_TEMPFAIL or any(t.name.startswith(("mirror", "tracker")) for t in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()

@@ -247,7 +247,9 @@ class Run:
         if not isinstance(error, Interrupted):
             self.restore = None  # it was not cut short
         if isinstance(error, UsageError):
+            self.tracker.finish("failed")
             self.mirror.close(copy=False)
+            self.tracker.wait()
             if self._new and self.last_checkpoint is None:
                 self.events.close()
                 self._discard()
@@ -272,8 +274,10 @@ class Run:
     def _close(self) -> bool:
         """Returns whether the mirror, if there is one, has all."""
         self.events.close()
-        self.tracker.close(interrupted=self.phase != "complete")
-        return self.mirror.close()
+        self.tracker.finish(self.phase)
+        copied = self.mirror.close()
+        self.tracker.wait()
+        return copied
 
     def start(self, resumed_from: str | None = None) -> None:
         """Write what stands at the beginning of a process.
@@ -306,7 +310,7 @@ class Run:
             self.events.flush()
         except OSError as error:
             raise UsageError(f"--runs-dir: cannot write into {self.dir}: {error.strerror}") from None
-        self.tracker.start(self.dir, {"script": self.script, **self.config["args"]})
+        self.tracker.start(self.dir, {"script": self.script, **self.config["args"]}, resumed=bool(self.resumed_from))
         self.terminal.line(note)
         self.write_status()  # that the restore is over
         self._lap_time = time.perf_counter()

@@ -50,7 +50,7 @@ def test_a_script_can_be_read_in_one_sitting(script):
 
 def test_common_stays_small():
     # a mirror and four clouds are a quarter of it
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4600
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4650
 
 
 def test_requirements_are_pinned_to_exact_versions():

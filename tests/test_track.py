@@ -140,12 +140,15 @@ def test_a_failure_while_training_is_said_once_and_ends_tracking_only(tmp_path, 
     assert [step for step, _ in read_scalars(tmp_path / "a")["losses/x"]] == [10, 20, 30, 40]
 
 
-@pytest.mark.parametrize(("interrupted", "ended"), [(True, ["preempting", 75]), (False, [0])])
-def test_wandb_hears_how_a_run_ended(interrupted, ended):
+@pytest.mark.parametrize(
+    ("phase", "ended"), [("interrupted", ["preempting", 75]), ("complete", [0]), ("limit", [3]), ("failed", [1])]
+)
+def test_wandb_hears_how_a_run_ended(phase, ended):
     tracker = Tracker(True, print)
     fake = tracker.run = Fake()
-    tracker.close(interrupted)
-    tracker.close(interrupted)
+    for _ in range(2):
+        tracker.finish(phase)
+        tracker.wait()
     assert fake.ended == ended
 
 
@@ -154,9 +157,34 @@ def test_an_upload_that_hangs_does_not_delay_an_exit(monkeypatch):
     release, lines = threading.Event(), []
     tracker = Tracker(True, lines.append)
     tracker.run = Fake(lambda: release.wait(60))
-    tracker.close(interrupted=True)
+    tracker.finish("interrupted")
+    tracker.wait()
     release.set()
     assert lines == ["not all is uploaded to W&B: `wandb sync` copies the rest"]
+
+
+HANGING = """
+import sys, types, threading
+class Run:
+    define_metric = lambda *args, **kwargs: None
+    log = lambda *args: None
+    finish = lambda self, exit_code: threading.Event().wait()
+wandb = types.SimpleNamespace(init=lambda **kwargs: Run(), Settings=dict)
+sys.modules["wandb"] = wandb
+import common.args, common.track, ppo_atari, atexit, time
+common.args.find_spec = lambda name: True
+common.track.AT_THE_END = 0.1
+atexit.register(time.sleep, 100)  # as W&B waits for its service
+common.args.run_script(ppo_atari.Args, ppo_atari.train, "")
+"""
+
+
+def test_a_service_that_hangs_at_the_end_does_not_keep_a_complete_run_from_ending(tmp_path):
+    command = [sys.executable, "-c", HANGING, "--total-timesteps=32", f"--runs-dir={tmp_path}", *FLAGS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "not all is uploaded to W&B" in done.stdout
+    assert (tmp_path / "a" / "summary.json").exists()
 
 
 def test_what_wandb_raises_at_the_start_is_one_line(tmp_path, monkeypatch):
@@ -170,7 +198,10 @@ def test_what_wandb_raises_at_the_start_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", Wandb)
     (tmp_path / "events.out.tfevents.1").touch()
     with pytest.raises(UsageError, match=r"^--track: no key \("):
-        Tracker(True, print).start(tmp_path, {})
+        Tracker(True, print).start(tmp_path, {}, resumed=False)
+    lines = []
+    Tracker(True, lines.append).start(tmp_path, {}, resumed=True)  # paid for already: it trains
+    assert lines == ["W&B refuses (no key): this process trains without"]
 
 
 def test_without_the_flag_nothing_is_imported():
