@@ -191,7 +191,10 @@ def make_envs(about: dict[str, Any], num_envs: int, **settings: Any) -> AtariEnv
     if about["script"] == "ppo_continuous":
         return ControlEnvs(env_id, num_envs, **settings)
     trained_with = {name: value for name, value in about.get("env", {}).items() if name != "actions"}
-    return AtariEnvs(env_id, num_envs, **{**trained_with, **settings})
+    try:
+        return AtariEnvs(env_id, num_envs, **{**trained_with, **settings})
+    except TypeError as error:  # a setting of another ale-py
+        raise UsageError(f"{env_id}: {error}") from None
 
 
 def differences(about: dict[str, Any], envs: AtariEnvs | ControlEnvs) -> list[str]:
@@ -250,20 +253,29 @@ def play(
             actions = policy(obs)
         next_obs, rewards, terminations, truncations, info = envs.step(actions)
         ended = info.get("_episode", np.zeros(num_envs, dtype=bool))  # not where a life was lost
-        final_obs = info["final_obs"] if ended.any() else next_obs
+        final_obs, truncated = next_obs, truncations & ~terminations
+        if ended.any():
+            final_obs = info["final_obs"]
+            truncated |= at_the_limit(envs, info["episode"]["l"])
         for witness in witnesses:
-            witness.see(obs, actions, rewards, ended, truncations & ~terminations, final_obs, left > 0)
+            witness.see(obs, actions, rewards, ended, truncated, final_obs, left > 0)
         obs = next_obs
         steps += 1
         for i in np.flatnonzero(ended & (left > 0)):
             left[i] -= 1
-            truncated = bool(truncations[i] and not terminations[i])
-            game = Game(float(info["episode"]["r"][i]), int(info["episode"]["l"][i]), truncated)
+            game = Game(float(info["episode"]["r"][i]), int(info["episode"]["l"][i]), bool(truncated[i]))
             games.append(game)
-            cut = ", cut by the time limit" if truncated else ""
+            cut = ", cut by the time limit" if game.truncated else ""
             said_at = time.monotonic()
             say(f"game {len(games)} of {episodes}: {game.score:,.2f} in {game.length:,} steps{cut}")
     return games
+
+
+def at_the_limit(envs: AtariEnvs | ControlEnvs, lengths: np.ndarray) -> np.ndarray:
+    """Which games were cut: ale-py says nothing of it where a life was lost on the same step. `[N]` -> `[N]`"""
+    if not isinstance(envs, AtariEnvs):
+        return np.zeros(len(lengths), dtype=bool)
+    return lengths * envs.settings["frameskip"] >= envs.settings.get("max_num_frames_per_episode", np.inf)
 
 
 def human_scores(game: str) -> tuple[float, float] | None:
@@ -397,7 +409,7 @@ class Dataset:
     """The games as a Minari data set, below `MINARI_DATASETS_PATH` or in `~/.minari/datasets`: observations before any
     normalisation, actions, and rewards as the game gives them.
 
-    Each game is written when it has ended.
+    Each game is written when it has ended; until then it is in memory, 28 kB a step on Atari, as much as on the disk.
 
     Raises:
         UsageError: Minari is missing, or the name is none or taken.
@@ -436,7 +448,7 @@ class Dataset:
             if ended[i]:
                 try:
                     self._write(i, final_obs[i], bool(truncated[i]))
-                except OSError as error:
+                except (OSError, RuntimeError, ValueError) as error:  # h5py's, when a disk is full
                     raise SaveError(f"--dataset {self.name}: {error}") from None
                 self.steps[i] = []
 
@@ -544,11 +556,15 @@ def evaluate(args: Args) -> dict[str, Any]:
         "greedy": args.greedy,
         "device": str(device),
     }
-    if args.export:
-        export(args.export, content)
-        result["export"] = args.export
-        say(f"{args.export}: the weights")
+
+    def export_if_asked() -> None:  # when nothing can be refused any more
+        if args.export:
+            export(args.export, content)
+            result["export"] = args.export
+            say(f"{args.export}: the weights")
+
     if args.episodes == 0:
+        export_if_asked()
         return result
 
     given = os.environ.pop("MUJOCO_GL", None)  # with one that does not work here MuJoCo can't be imported
@@ -565,6 +581,7 @@ def evaluate(args: Args) -> dict[str, Any]:
     # a training seeds its games with the seed itself
     seed = int(np.random.SeedSequence([args.seed, 1]).generate_state(1)[0])
     dataset = Dataset(args.dataset, about, envs) if args.dataset else None
+    export_if_asked()
     film = Film(args.video, about, seed, say) if args.video else None
     witnesses = [witness for witness in (film, dataset) if witness]
     try:
@@ -614,7 +631,7 @@ def main() -> int:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     except SaveError as error:
-        print("error:", error, file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted: no result", file=sys.stderr)

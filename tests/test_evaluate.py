@@ -111,6 +111,30 @@ def test_long_games_are_not_silent(monkeypatch):
     assert lines[0] == "0 of 4 games are over, 0 steps each so far"
 
 
+def test_a_game_that_is_cut_while_a_life_is_lost_is_cut_and_not_over():
+    def fire(obs):
+        return np.ones(1, dtype=np.int64)
+
+    envs = AtariEnvs("BreakoutNoFrameskip-v4", 1)
+    envs.reset(seed=3)
+    steps, lost = 0, False
+    while not lost:
+        _, _, terminations, _, info = envs.step(fire(None))
+        steps, lost = steps + 1, bool(terminations[0])
+    assert "_episode" not in info  # a life, not the game
+    seen = []
+
+    class Witness:
+        def see(self, obs, actions, rewards, ended, truncated, final_obs, playing):
+            seen.append((bool(ended[0]), bool(truncated[0])))
+
+    envs = AtariEnvs("BreakoutNoFrameskip-v4", 1, max_num_frames_per_episode=4 * steps)
+    (game,) = evaluate.play(envs, fire, 1, 3, lambda line: None, [Witness()])
+    assert (game.length, game.truncated) == (steps, True)
+    assert seen[-1] == (True, True)
+    assert not any(ended for ended, _ in seen[:-1])
+
+
 # ---- the agents
 
 
@@ -223,6 +247,10 @@ def test_preprocessing_is_the_checkpoints_own(runs):
     assert (envs.settings["noop_max"], envs.settings["repeat_action_probability"], envs.sticky) == (7, 0.25, True)
     assert evaluate.differences(about, envs) == []
     about["env"]["actions"] = ["NOOP"]
+    about["env"]["new"] = 1
+    with pytest.raises(UsageError, match="new"):
+        evaluate.make_envs(about, 1)
+    del about["env"]["new"]
     (line,) = evaluate.differences(about, envs)
     assert "the environment's actions is ['NOOP', 'FIRE', 'RIGHT', 'LEFT'], in training it was ['NOOP']" in line
 
@@ -513,11 +541,12 @@ def minari(tmp_path, monkeypatch):
 @needs_minari
 @pytest.mark.parametrize("script", ["ppo_atari", "ppo_continuous"])
 def test_the_data_set_holds_the_games_as_they_were_played(runs, call, minari, script):
-    status, out, _ = call(runs / script, "--episodes", 3, "--json", "--dataset", "xy/ppo-v0")
+    episodes = 3 if script == "ppo_atari" else 11  # three environments play twice
+    status, out, _ = call(runs / script, "--episodes", episodes, "--json", "--dataset", "xy/ppo-v0")
     result = json.loads(out)
     assert (status, result["dataset"]) == (0, "xy/ppo-v0")
     dataset = minari.load_dataset("xy/ppo-v0")
-    assert dataset.total_episodes == 3
+    assert dataset.total_episodes == episodes
     assert [game.rewards.sum() for game in dataset] == pytest.approx(result["scores"])
     assert [len(game.rewards) for game in dataset] == result["lengths"]
     for game in dataset:
@@ -549,8 +578,9 @@ def test_a_data_sets_name_is_looked_at_before_anything_is_played(runs, call, min
     assert "--dataset xy/ppo-v0: is there already, in " in err
     assert "game" not in out
     for name in ("a name", "breakout/ppo"):
-        status, _, err = call(*flags, name)
+        status, _, err = call(*flags, name, "--export", runs / "x.safetensors")
         assert status == 2
+        assert not (runs / "x.safetensors").exists()
         assert f"--dataset {name}: no name such as breakout/ppo-v0" in err
 
 
