@@ -11,6 +11,7 @@ A wrong cuDNN on LD_LIBRARY_PATH: pytorch issue 80637.
 """
 
 import contextlib
+import faulthandler
 import fcntl
 import importlib.metadata
 import ipaddress
@@ -53,19 +54,26 @@ try:
     from common.errors import UsageError
     from common.files import replacing
     from common.gpu import architecture_is_built, cuda_failure, free_memory, require_memory
+    from common.mirror import EXIT
     from common.replay import free_disk, require_room
     from common.spot import CLOUDS, detect, maker
 except (ImportError, OSError) as error:  # OSError: a library that torch loads
     missing = isinstance(error, ModuleNotFoundError)
     cure = f"with Python 3.11 to 3.13: {sys.executable} -m pip install -r requirements.txt"
     cure = cure if missing else "unset LD_LIBRARY_PATH, or install it again"
-    sys.exit(f"fail  {' '.join(str(error).split())}\n      -> {cure}")
+    finding = " ".join(str(error).split())
+    if "--json" in sys.argv:
+        row = {"name": "packages", "status": "fail", "finding": finding, "cure": cure}
+        print(json.dumps({"checks": [row], "totals": {"ok": 0, "warn": 0, "fail": 1}, "status": 1}, indent=2))
+        sys.exit(1)
+    sys.exit(f"fail  {finding}\n      -> {cure}")
 
 
 ROOT = Path(__file__).parent
 # seconds
 BUDGET = 24.0  # for all checks; imports and `machine` not counted
 LIMIT = 12.0  # for one of them
+WATCHDOG = 40.0  # until the process is ended from outside Python, which a driver that hangs may have stopped
 FACTS = 3.0  # for `machine`
 CPU = torch.device("cpu")
 
@@ -375,11 +383,12 @@ def cores(args: Args) -> list[Result]:
 def memory(args: Args) -> list[Result]:
     free, total = free_memory(CPU), psutil.virtual_memory().total
     results = [ok("memory", f"{free / 1e9:.3g} of {total / 1e9:.3g} GB free")]
+    training = TRAINS + args.num_envs * 2 * 2**20
     try:
-        require_memory(CPU, TRAINS + args.num_envs * 2 * 2**20, "a training process")
+        require_memory(CPU, training, "a training process")
     except UsageError as error:
         results = [fail("memory", str(error), "end what fills it, or take a larger machine")]
-    return results + room("replay memory", args, free, "memory")
+    return results + room("replay memory", args, max(0, free - training), "memory beside training")
 
 
 def room(name: str, args: Args, free: int, what: str) -> list[Result]:
@@ -395,7 +404,7 @@ def room(name: str, args: Args, free: int, what: str) -> list[Result]:
 
 
 def shared_memory(args: Args) -> list[Result]:
-    cure = "docker run --shm-size 2g; in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    cure = "docker run --shm-size 1g; in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     try:
         free = psutil.disk_usage("/dev/shm").free
     except OSError as error:
@@ -493,8 +502,10 @@ def notice(save: float) -> list[Result]:
     else:
         results.append(ok("spot notice", f"{cloud.name} answers and gives {cloud.lead:.0f} s"))
     lead = cloud.lead if cloud else min(kind.lead for kind in CLOUDS.values())
-    needed = SEEN + 3 * save + LEAVING  # as common/checkpoint.py reckons
-    finding = f"{CHECKPOINT / 1e6:.0f} MB in {save:.2f} s; {needed:.0f} of {lead:.0f} s from a notice to its end"
+    needed = SEEN + 3 * save + LEAVING + EXIT  # as common/checkpoint.py reckons, with a mirror
+    finding = (
+        f"{CHECKPOINT / 1e6:.0f} MB in {save:.2f} s; {needed:.0f} of {lead:.0f} s from a notice to the end of its copy"
+    )
     cure = "a faster disk for --runs-dir; a lower --checkpoint-minutes loses less"
     return [*results, warn_if(needed > lead, "checkpoint", finding, cure)]
 
@@ -710,6 +721,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    faulthandler.dump_traceback_later(WATCHDOG, exit=True)  # status 1
     try:
         sys.exit(main())
     except KeyboardInterrupt:
