@@ -15,9 +15,11 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -44,6 +46,7 @@ EXIT = 9.0  # from a signal on: what is not copied by then stays behind
 PIECE = 64 * 2**20
 EVENTS_PIECE = 2**20  # event files grow at their end, and all other pieces of them stay
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss"}  # need no folders
+DRIVERS = {"botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "ossfs", "urllib3"}  # and what they stand on
 LOCAL = {"file", "local"}
 FETCHES = "fetches.json"  # counts those in a row that were not finished
 CUT_FETCHES = 5  # in a row, after which a run stops by itself
@@ -88,6 +91,7 @@ class Store:
             raise UsageError(f"--mirror {url}: {reason(error)} (see requirements-cloud.txt)") from None
         except Exception as error:
             raise UsageError(f"--mirror {url}: {reason(error)}") from None
+        keep_from_random()
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.local, self.has_folders = bool(protocols & LOCAL), not protocols & OBJECT_STORES
@@ -679,6 +683,13 @@ class Mirror:
 
     def _silent(self, times: int = 1) -> bool:
         return any(time.monotonic() - since > times * PATIENCE for since in list(self._asking.values()))
+
+
+def keep_from_random() -> None:
+    """Drivers draw the time until a retry from Python's own generator, whose state is part of a checkpoint."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in DRIVERS and getattr(module, "random", None) is random:
+            module.random = random.Random()
 
 
 def steps_of(names: Iterable[str]) -> list[int]:

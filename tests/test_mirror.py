@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
 
 import fsspec
@@ -930,3 +932,13 @@ def test_a_segment_that_is_overwritten_while_it_is_copied_does_not_count(tmp_pat
     assert "filled again" not in capsys.readouterr().out
     assert compare(tmp_path / "whole", tmp_path / "a") == []
     assert MirrorView(URL).look()[1] == []
+
+
+def test_drivers_leave_pythons_generator_alone(monkeypatch, store):
+    driver = types.ModuleType("s3fs.retries")
+    driver.random = random
+    monkeypatch.setitem(sys.modules, "s3fs.retries", driver)
+    Mirror(URL, "a", None)
+    before = random.getstate()
+    driver.random.random()
+    assert random.getstate() == before
