@@ -1,5 +1,6 @@
 """Checkpoints: what is kept, what is noticed, what is refused, and that nothing good is ever lost."""
 
+import contextlib
 import json
 import os
 import random
@@ -420,6 +421,18 @@ def test_a_restore_stops_at_the_limit_too(tmp_path):
         tick(0.5)
         training.run.clock.dollars_per_hour, training.run.clock.max_cost = 3600.0, LEAVING / 2
         tick(0.5)
+
+
+@pytest.mark.parametrize("left", [50, 200])
+def test_an_iteration_that_could_not_be_paid_to_its_end_is_not_begun(tmp_path, left):
+    with Training(tmp_path) as training:
+        training.iterate(2)
+        checkpoints, clock = training.checkpoints, training.run.clock
+        clock.dollars_per_hour = 3600.0
+        clock.max_cost = clock.dollars() + left
+        checkpoints._boundary_at = time.perf_counter() - 100  # what the last one took
+        with pytest.raises(LimitReached) if left < 100 else contextlib.nullcontext():
+            checkpoints.boundary()
 
 
 def test_a_file_that_is_no_checkpoint_is_called_that_and_not_a_wrong_checksum(tmp_path):
