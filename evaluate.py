@@ -46,7 +46,7 @@ from common.control import ControlEnvs, make_env
 from common.envs import AtariEnvs
 from common.errors import SaveError, UsageError
 from common.files import replacing
-from common.gpu import choose_device
+from common.gpu import choose_device, free_memory
 from common.running import Normalizer
 from common.tiny import clip
 
@@ -55,6 +55,7 @@ SILENCE = 10.0  # seconds, at most
 EPSILON = 0.05  # of a DQN agent that is not greedy, as in Mnih et al. 2015
 HUMAN_SCORES = Path(__file__).parent / "benchmark" / "human_scores.csv"
 ATARI_SCALE = 3  # of a video's pixels
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -188,12 +189,16 @@ def make_envs(about: dict[str, Any], num_envs: int, **settings: Any) -> AtariEnv
         UsageError: this machine does not have it.
     """
     env_id = about["args"]["env_id"]
-    if about["script"] == "ppo_continuous":
-        return ControlEnvs(env_id, num_envs, **settings)
-    trained_with = {name: value for name, value in about.get("env", {}).items() if name != "actions"}
+    trained_with = about.get("env", {})
     try:
-        return AtariEnvs(env_id, num_envs, **{**trained_with, **settings})
-    except TypeError as error:  # a setting of another ale-py
+        if about["script"] == "ppo_continuous":  # what is no number may stand for an object
+            numbers = {
+                name: x for name, x in trained_with.items() if isinstance(x, int | float) and name != "processes"
+            }
+            return ControlEnvs(env_id, num_envs, **{**numbers, **settings})
+        without_actions = {name: x for name, x in trained_with.items() if name != "actions"}
+        return AtariEnvs(env_id, num_envs, **{**without_actions, **settings})
+    except TypeError as error:  # a setting of another version
         raise UsageError(f"{env_id}: {error}") from None
 
 
@@ -445,6 +450,13 @@ class Dataset:
     ) -> None:
         for i in np.flatnonzero(playing):
             self.steps[i].append((obs[i].copy(), actions[i].copy(), float(rewards[i])))
+            # to be written the game is copied into one block
+            needed = len(self.steps[i]) * obs[i].nbytes
+            if len(self.steps[i]) % 10 == 0 and needed > (free := free_memory(CPU)):
+                raise SaveError(
+                    f"--dataset {self.name}: a game of {len(self.steps[i]):,} steps so far needs {needed / 1e9:.1f} GB "
+                    f"of memory more, {free / 1e9:.1f} GB are free; with fewer --episodes fewer are played at once"
+                )
             if ended[i]:
                 try:
                     self._write(i, final_obs[i], bool(truncated[i]))
@@ -571,7 +583,8 @@ def evaluate(args: Args) -> dict[str, Any]:
     if about["script"] == "ppo_continuous" and args.video:
         choose_renderer(given)
     envs = make_envs(about, min(args.episodes, MAX_ENVS))
-    for line in differences(about, envs):
+    result["notes"] = differences(about, envs)
+    for line in result["notes"]:
         say(line)
     torch.manual_seed(args.seed)
     try:

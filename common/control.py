@@ -312,7 +312,7 @@ class ControlEnvs(VectorEnv):
         self.asynchronous = asynchronous
         self.envs = Workers(makers) if asynchronous else Local(makers)
         self.closed = False
-        self.spec = spec_of(env_id)
+        self.spec, self.settings = spec_of(env_id), settings
         self.num_envs = num_envs
         self.single_observation_space = self.envs.single_observation_space
         self.single_action_space = self.envs.single_action_space
@@ -423,10 +423,10 @@ class ControlEnvs(VectorEnv):
 
     def describe(self) -> dict[str, Any]:
         """Settings for config.json: what the id is registered with, its spaces, where the simulators run."""
-        kwargs = self.spec.kwargs.items()
+        kwargs = {**self.spec.kwargs, **self.settings}.items()
         return {
-            **{key: value if type(value) in (int, float, str, bool) else str(value) for key, value in kwargs},
             "max_episode_steps": self.spec.max_episode_steps,
+            **{key: value if type(value) in (int, float, str, bool) else str(value) for key, value in kwargs},
             "observation_space": str(self.single_observation_space),
             "action_space": str(self.single_action_space),
             "processes": self.num_envs if self.asynchronous else 0,
