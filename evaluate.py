@@ -452,7 +452,7 @@ class Dataset:
             self.steps[i].append((obs[i].copy(), actions[i].copy(), float(rewards[i])))
             # to be written the game is copied into one block
             needed = len(self.steps[i]) * obs[i].nbytes
-            if len(self.steps[i]) % 10 == 0 and needed > (free := free_memory(CPU)):
+            if len(self.steps[i]) % 100 == 0 and needed > (free := free_memory(CPU)):
                 raise SaveError(
                     f"--dataset {self.name}: a game of {len(self.steps[i]):,} steps so far needs {needed / 1e9:.1f} GB "
                     f"of memory more, {free / 1e9:.1f} GB are free; with fewer --episodes fewer are played at once"

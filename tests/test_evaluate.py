@@ -610,9 +610,9 @@ def test_a_data_sets_folder_may_be_relative_and_a_full_disk_is_status_1(runs, ca
 @needs_minari
 def test_a_game_that_outgrows_the_memory_ends_the_data_set_in_one_line(runs, call, minari, monkeypatch):
     monkeypatch.setattr(evaluate, "free_memory", lambda device: 0)
-    status, _, err = call(runs / "ppo_continuous", "--episodes", 1, "--dataset", "one-v0")
+    status, _, err = call(runs / "ppo_atari", "--episodes", 1, "--dataset", "one-v0")
     assert status == 1
-    assert err.startswith("error: --dataset one-v0: a game of 10 steps so far needs 0.0 GB of memory more, 0.0 GB")
+    assert err.startswith("error: --dataset one-v0: a game of 100 steps so far needs 0.0 GB of memory more, 0.0 GB")
 
 
 def test_a_data_set_without_minari_is_refused(runs, call, monkeypatch):
