@@ -46,7 +46,7 @@ EXIT = 9.0  # from a signal on: what is not copied by then stays behind
 PIECE = 64 * 2**20
 EVENTS_PIECE = 2**20  # event files grow at their end, and all other pieces of them stay
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss"}  # need no folders
-DRIVERS = {"botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "ossfs", "urllib3"}  # and what they stand on
+DRIVERS = {"botocore", "aiobotocore", "s3fs", "gcsfs", "adlfs", "ossfs", "aiohttp", "urllib3"}  # and what they stand on
 LOCAL = {"file", "local"}
 FETCHES = "fetches.json"  # counts those in a row that were not finished
 CUT_FETCHES = 5  # in a row, after which a run stops by itself
@@ -84,6 +84,7 @@ class Store:
         """
         if urlsplit(url).password:
             raise UsageError("--mirror: no password in the address, it belongs into the driver's own configuration")
+        generator = random.getstate()  # packages that drivers import draw from it
         try:
             # a driver of our own, and no listings from its memory: other machines write too
             self.fs, parent = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
@@ -91,6 +92,8 @@ class Store:
             raise UsageError(f"--mirror {url}: {reason(error)} (see requirements-cloud.txt)") from None
         except Exception as error:
             raise UsageError(f"--mirror {url}: {reason(error)}") from None
+        finally:
+            random.setstate(generator)
         keep_from_random()
         protocol = self.fs.protocol
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
