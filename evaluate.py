@@ -52,6 +52,7 @@ from common.tiny import clip
 
 MAX_ENVS = 8
 SILENCE = 10.0  # seconds, at most
+STUCK = 3_000  # steps of a game after which a greedy agent may wait for ever
 EPSILON = 0.05  # of a DQN agent that is not greedy, as in Mnih et al. 2015
 HUMAN_SCORES = Path(__file__).parent / "benchmark" / "human_scores.csv"
 ATARI_SCALE = 3  # of a video's pixels
@@ -94,6 +95,10 @@ class Args:
         for name in ("video", "dataset"):
             if getattr(self, name) is not None and self.episodes == 0:
                 raise UsageError(f"--{name}: means nothing with --episodes 0")
+        if self.dataset == "":
+            raise UsageError("--dataset: no name such as breakout/ppo-v0")
+        if self.checkpoint == "":
+            raise UsageError("give a run folder or a checkpoint")
 
 
 def find(given: str, say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
@@ -234,11 +239,13 @@ def play(
     seed: int,
     say: Callable[[str], None],
     witnesses: list[Any],
+    greedy: bool = False,
 ) -> list[Game]:
     """Play games to their ends.
 
     Args:
         seed: of the environments.
+        greedy: whether the policy is, for what is said of games that do not end.
         witnesses: are shown each step of all environments, and which of them still play for the result.
 
     Returns:
@@ -253,7 +260,8 @@ def play(
     while left.any():
         if time.monotonic() - said_at > SILENCE:
             said_at = time.monotonic()
-            say(f"{len(games)} of {episodes} games are over, {steps:,} steps each so far")
+            stuck = " (a greedy agent may never press FIRE)" if greedy and steps > STUCK and not games else ""
+            say(f"{len(games)} of {episodes} games are over, {steps:,} steps each so far{stuck}")
         with torch.no_grad():
             actions = policy(obs)
         next_obs, rewards, terminations, truncations, info = envs.step(actions)
@@ -454,8 +462,8 @@ class Dataset:
             needed = len(self.steps[i]) * obs[i].nbytes
             if len(self.steps[i]) % 100 == 0 and needed > (free := free_memory(CPU)):
                 raise SaveError(
-                    f"--dataset {self.name}: a game of {len(self.steps[i]):,} steps so far needs {needed / 1e9:.1f} GB "
-                    f"of memory more, {free / 1e9:.1f} GB are free; with fewer --episodes fewer are played at once"
+                    f"--dataset {self.name}: a game of {len(self.steps[i]):,} steps so far needs "
+                    f"{needed / 1e6:,.0f} MB of memory more, {free / 1e6:,.0f} MB are free; with fewer --episodes fewer are played at once"
                 )
             if ended[i]:
                 try:
@@ -598,7 +606,7 @@ def evaluate(args: Args) -> dict[str, Any]:
     film = Film(args.video, about, seed, say) if args.video else None
     witnesses = [witness for witness in (film, dataset) if witness]
     try:
-        games = play(envs, policy, args.episodes, seed, say, witnesses)
+        games = play(envs, policy, args.episodes, seed, say, witnesses, args.greedy and isinstance(envs, AtariEnvs))
     finally:
         envs.close()
         if film:
@@ -621,7 +629,8 @@ def evaluate(args: Args) -> dict[str, Any]:
     spread = "" if result["std"] is None else f", standard deviation {result['std']:,.2f}"
     how = "greedy" if args.greedy else "sampled"
     say(
-        f"{args.episodes} games, {how}: mean {result['mean']:,.2f}, median {result['median']:,.2f}{spread}, "
+        f"{args.episodes} {'game' if args.episodes == 1 else 'games'}, {how}: mean {result['mean']:,.2f}, "
+        f"median {result['median']:,.2f}{spread}, "
         f"from {result['min']:,.2f} to {result['max']:,.2f}"
     )
     if isinstance(envs, AtariEnvs) and (published := human_scores(envs.settings["game"])):
@@ -652,9 +661,15 @@ def main() -> int:
     except BrokenPipeError:  # nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk below the output
+        print(f"error: cannot print: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a film that is half done goes
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, signal.default_int_handler)  # a film that is half done goes
     sys.exit(main())

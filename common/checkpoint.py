@@ -132,7 +132,9 @@ def newest_good(folder: Path) -> tuple[Path, dict[str, Any], dict[Path, str]]:
             damaged[path] = str(error)
     names = ", ".join(path.name for path in damaged)
     reason = next(iter(damaged.values()))
-    raise UsageError(f"none of {names} in {folder} can be read ({reason}): --resume never sets them aside")
+    raise UsageError(
+        f"none of {names} in {folder} can be read ({reason}); training with --resume never sets them aside"
+    )
 
 
 class Checkpoints:

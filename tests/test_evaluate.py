@@ -110,6 +110,16 @@ def test_long_games_are_not_silent(monkeypatch):
     assert lines[0] == "0 of 4 games are over, 0 steps each so far"
 
 
+def test_a_greedy_agent_that_may_wait_for_ever_is_said(monkeypatch):
+    monkeypatch.setattr(evaluate, "SILENCE", 0.0)
+    monkeypatch.setattr(evaluate, "STUCK", -1)
+    for greedy in (False, True):
+        lines = []
+        evaluate.play(Clockwork(), lambda obs: np.zeros(4, int), 1, 3, lines.append, [], greedy)
+        evaluate.play(Clockwork(), lambda obs: np.zeros(4, int), 4, 3, lines.append, [], greedy)
+        assert any("never press FIRE" in line for line in lines) == greedy
+
+
 def test_a_game_that_is_cut_while_a_life_is_lost_is_cut_and_not_over():
     def fire(obs):
         return np.ones(1, dtype=np.int64)
@@ -511,9 +521,20 @@ def test_a_reader_that_goes_away_is_no_traceback(runs, tmp_path, script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("script", ["evaluate.py", "doctor.py"])
+def test_a_full_disk_below_the_output_is_one_line(runs, tmp_path, script):
+    words = [str(runs / "ppo_continuous")] if script == "evaluate.py" else ["--device=cpu"]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, str(ROOT / script), *words]
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: cannot print: No space left on device\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_leaves_one_line_and_no_half_film(runs, tmp_path, number):
     def heed() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells start programs in the background without
 
     command = [sys.executable, "-u", str(ROOT / "evaluate.py"), str(runs / "ppo_atari"), "--episodes=100000"]
@@ -612,7 +633,7 @@ def test_a_game_that_outgrows_the_memory_ends_the_data_set_in_one_line(runs, cal
     monkeypatch.setattr(evaluate, "free_memory", lambda device: 0)
     status, _, err = call(runs / "ppo_atari", "--episodes", 1, "--dataset", "one-v0")
     assert status == 1
-    assert err.startswith("error: --dataset one-v0: a game of 100 steps so far needs 0.0 GB of memory more, 0.0 GB")
+    assert err.startswith("error: --dataset one-v0: a game of 100 steps so far needs 3 MB of memory more, 0 MB")
 
 
 def test_a_data_set_without_minari_is_refused(runs, call, monkeypatch):
