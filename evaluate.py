@@ -463,7 +463,8 @@ class Dataset:
             if len(self.steps[i]) % 100 == 0 and needed > (free := free_memory(CPU)):
                 raise SaveError(
                     f"--dataset {self.name}: a game of {len(self.steps[i]):,} steps so far needs "
-                    f"{needed / 1e6:,.0f} MB of memory more, {free / 1e6:,.0f} MB are free; with fewer --episodes fewer are played at once"
+                    f"{needed / 1e6:,.0f} MB of memory more, {free / 1e6:,.0f} MB are free; "
+                    "with fewer --episodes fewer are played at once"
                 )
             if ended[i]:
                 try:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 
+PATIENCE = 10.0  # seconds for a cluster to answer
 ROOT = Path(__file__).parent.parent
 # of the working tree, what other nodes have no use for
 LEFT_HERE = [".git", ".venv", "runs", "docs", "tests", "benchmark/out", "benchmark/results", "__pycache__"]
@@ -41,6 +43,7 @@ def connected(address: str | None, revision: str | None = None) -> Iterator[None
         if revision:
             code["env_vars"] = {"SPOTRL_REVISION": revision}
         settings = dict(address=address, runtime_env=code)
+        require_listener(address)
     import ray
 
     with own_signals():
@@ -53,6 +56,21 @@ def connected(address: str | None, revision: str | None = None) -> Iterator[None
     finally:
         with own_signals():
             ray.shutdown()
+
+
+def require_listener(address: str) -> None:
+    """Ray would ask an address where nobody is for minutes.
+
+    Raises:
+        UsageError
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto":
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=PATIENCE).close()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--address {address}: no Ray cluster there: {error}") from None
 
 
 @contextlib.contextmanager
