@@ -298,7 +298,7 @@ def train(args: Args) -> dict[str, Any]:
     """
     args.check()
     clock = Clock(args, "dqn_atari")
-    device = choose_device(args.device)
+    device = choose_device(args.device, args.gpu_memory_fraction)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
     cpu = torch.device("cpu")

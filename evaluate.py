@@ -181,6 +181,7 @@ def ppo_continuous_policy(content: dict[str, Any], envs: ControlEnvs, greedy: bo
 
 
 POLICIES = {"ppo_atari": ppo_atari_policy, "dqn_atari": dqn_atari_policy, "ppo_continuous": ppo_continuous_policy}
+POLICIES["ppo_atari_ray"] = ppo_atari_policy  # the same network
 
 
 def make_envs(about: dict[str, Any], num_envs: int, **settings: Any) -> AtariEnvs | ControlEnvs:

@@ -235,7 +235,7 @@ def train(args: Args) -> dict[str, Any]:
     """
     args.check()
     clock = Clock(args, "ppo_atari")
-    device = choose_device(args.device)
+    device = choose_device(args.device, args.gpu_memory_fraction)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
     rollout_bytes = (args.num_steps + 1) * args.num_envs * 84 * 84 * 4

@@ -255,7 +255,7 @@ def train(args: Args) -> dict[str, Any]:
     """
     args.check()
     clock = Clock(args, "ppo_continuous")
-    device = choose_device(args.device)
+    device = choose_device(args.device, args.gpu_memory_fraction)
     set_numerics(args.torch_deterministic, args.tf32)
     torch.set_num_threads(1)  # networks this small only get slower with more
     amp = Amp(args.amp, args.amp_dtype, device)

@@ -34,6 +34,8 @@ class SharedArgs:
     """automatic mixed precision"""
     amp_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """auto: bf16 where the hardware has it natively, else fp16 on a GPU and fp32 on a CPU"""
+    gpu_memory_fraction: float | None = None
+    """share of the GPU's memory, 0 to 1, that this process may take, where several runs share a card"""
     torch_deterministic: bool = True
     """bit-identical results, on CUDA too"""
     tf32: bool = True
@@ -89,6 +91,8 @@ class SharedArgs:
         self.require("seed", 0 <= self.seed < 2**63, "must be 0 to 2^63 - 1")
         self.require("amp_dtype", self.amp or self.amp_dtype == "auto", "means nothing without --amp")
         self.require_positive("total_timesteps", "keep_checkpoints")
+        fraction = self.gpu_memory_fraction
+        self.require("gpu_memory_fraction", fraction is None or 0 < fraction <= 1, "must be above 0, and 1 at most")
         self.require("runs_dir", self.runs_dir != "", "must name a folder")
         self.require("track", not self.track or find_spec("wandb") is not None, "needs requirements-extras.txt")
         self.require("mirror", self.mirror != "", "must name a folder or an address")
@@ -120,7 +124,8 @@ FLOAT32_MAX = 3.4e38
 
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
-RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer"}
+RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer", "gpu_memory_fraction"}
+RESULT_STAYS |= {"address", "cpus_per_actor"}
 RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost", "spot_watch", "mirror", "track"}
 IN_THE_NAME = {"env_id", "seed"}
 

@@ -5,13 +5,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from common.errors import UsageError
+from common.errors import UsageError, WorkerError
 
 PATIENCE = 10.0  # seconds for a cluster to answer
+LOOK = 0.2  # seconds between two looks at signals while actors work
+LOST = 10  # actors in a row, without an answer between them, after which a run fails
 ROOT = Path(__file__).parent.parent
 # of the working tree, what other nodes have no use for
 LEFT_HERE = [".git", ".venv", "runs", "docs", "tests", "benchmark/out", "benchmark/results", "__pycache__"]
@@ -85,3 +88,115 @@ def own_signals() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Actors:
+    """Processes on any node of a Ray cluster which hold a part of a run's state each.
+
+    Every method of theirs that is called returns what it is called for, and the actor's state after it, as
+    `load_state_dict` takes it. So an actor that is lost, with its node or alone, is replaced: the new one gets the last
+    state and is asked the same again.
+
+    Attributes:
+        waiting: called five times a second while actors work; may raise.
+        replay_tick: the same while `load_state_dict` works, with the share of actors that are done.
+        restore_note: what the user should know of the last `load_state_dict`, else empty.
+        states: of each actor after its last answer.
+        lost: how many were replaced.
+    """
+
+    def __init__(self, address: str | None, cpus: float, actor: type, arguments: Sequence[tuple]) -> None:
+        """
+        Args:
+            address: of the cluster, see `connected`.
+            cpus: that an actor takes.
+            actor: its class.
+            arguments: of each actor's constructor.
+
+        Raises:
+            UsageError: see `connected`; or the cluster has too few CPUs.
+        """
+        self.cluster = contextlib.ExitStack()
+        self.cluster.enter_context(connected(address))
+        import ray
+
+        self.ray, self.arguments = ray, arguments
+        options = dict(num_cpus=cpus, scheduling_strategy="SPREAD", max_restarts=0, max_task_retries=0)
+        self.actor = ray.remote(**options)(actor)
+        there = ray.cluster_resources().get("CPU", 0)
+        if there < cpus * len(arguments):
+            self.cluster.close()
+            raise UsageError(f"{len(arguments)} actors of {cpus:g} CPUs each: the cluster has {there:g} CPUs")
+        self.waiting: Callable[[], None] = lambda: None
+        self.replay_tick: Callable[[float], None] = lambda share: None
+        self.restore_note = ""
+        self.lost, self._in_a_row = 0, 0
+        self.states: list[Any] = [None] * len(arguments)
+        self.actors = [self.actor.remote(*words) for words in arguments]
+
+    def __enter__(self) -> "Actors":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.cluster.close()
+
+    def call(
+        self, method: str, arguments: Sequence[tuple], say: Callable[[str], None] = print, tick: Callable = lambda: None
+    ) -> list[Any]:
+        """Call a method of every actor, with its own arguments, and wait for all.
+
+        Args:
+            say: is told of actors that are lost.
+            tick: called five times a second.
+
+        Returns:
+            their answers, in the order of the actors.
+
+        Raises:
+            WorkerError: actors are lost again and again, or one raised something.
+        """
+        answers: list[Any] = [None] * len(self.actors)
+        asked = {getattr(self.actors[i], method).remote(*words): i for i, words in enumerate(arguments)}
+        while asked:
+            done, _ = self.ray.wait(list(asked), timeout=LOOK)
+            self.waiting()
+            tick()
+            for answer in done:
+                i = asked.pop(answer)
+                try:
+                    answers[i], self.states[i] = self.ray.get(answer)
+                    self._in_a_row = 0
+                except self.ray.exceptions.RayTaskError as error:
+                    raise WorkerError(f"an actor failed: {' '.join(str(error.cause).split())}") from error
+                except self.ray.exceptions.RayError as error:
+                    self._replace(i, error, say)
+                    asked[getattr(self.actors[i], method).remote(*arguments[i])] = i
+        return answers
+
+    def put(self, value: Any) -> Any:
+        """Something large that several actors get: it is sent to each node once."""
+        return self.ray.put(value)
+
+    def _replace(self, i: int, error: Exception, say: Callable[[str], None]) -> None:
+        self.lost += 1
+        self._in_a_row += 1
+        if self._in_a_row > LOST:
+            raise WorkerError(f"{LOST} actors were lost in a row: {' '.join(str(error).split())[:200]}") from error
+        say(f"actor {i} is lost ({type(error).__name__}): a new one does its share again")
+        self.actors[i] = self.actor.remote(*self.arguments[i])
+        if self.states[i] is not None:  # what it raises or loses, the call that follows raises or loses too
+            self.actors[i].load_state_dict.remote(self.states[i])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"actors": list(self.states)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: of another number of actors.
+            WorkerError: see `call`.
+        """
+        if len(state["actors"]) != len(self.actors):
+            raise ValueError(f"the state of {len(state['actors'])} actors, not {len(self.actors)}")
+        notes = self.call("load_state_dict", [(one,) for one in state["actors"]], tick=lambda: self.replay_tick(0.0))
+        self.restore_note = next(filter(None, notes), "")

@@ -86,12 +86,13 @@ GAMES_PER_SEED = 50
 STICKY_STEPS_PER_SEED = 2_000
 
 
-def emulator_seeds(seed: int, reseeds: np.ndarray) -> np.ndarray:
-    """Seeds of environments that were reseeded so often each, `[num_envs]` -> `[num_envs]`, 0 to 2^31 - 1.
+def emulator_seeds(seed: int, reseeds: np.ndarray, first: int = 0) -> np.ndarray:
+    """Seeds of environments `first`, `first + 1` ..., that were reseeded so often each, `[num_envs]` -> `[num_envs]`, 0
+    to 2^31 - 1.
 
     ale-py takes negative seeds for none. With plain `seed + i` runs of neighbouring seeds would share most games.
     """
-    children = np.random.SeedSequence(seed).spawn(len(reseeds))
+    children = [np.random.SeedSequence(seed, spawn_key=(first + i,)) for i in range(len(reseeds))]
     words = [child.generate_state(count + 1)[count] for child, count in zip(children, reseeds, strict=True)]
     return np.array([word >> 1 for word in words], dtype=np.int64)
 
@@ -147,11 +148,12 @@ class AtariEnvs(VectorEnv):
         restore_note: what the user should know of the last `load_state_dict`, else empty.
     """
 
-    def __init__(self, env_id: str, num_envs: int, num_threads: int = 0, **overrides: Any) -> None:
+    def __init__(self, env_id: str, num_envs: int, num_threads: int = 0, first: int = 0, **overrides: Any) -> None:
         """
         Args:
             env_id: id of an Atari game.
             num_threads: of emulation; 0: one a core, at most one an environment.
+            first: number of its first environment, where others have those before it.
             overrides: of `AtariVectorEnv`'s keyword arguments.
 
         Raises:
@@ -169,7 +171,7 @@ class AtariEnvs(VectorEnv):
             reward_clipping=False,
             **self.settings,
         )
-        self.num_envs = num_envs
+        self.num_envs, self.first = num_envs, first
         self.single_observation_space = self.envs.single_observation_space
         self.single_action_space = self.envs.single_action_space
         self.observation_space = self.envs.observation_space
@@ -204,7 +206,7 @@ class AtariEnvs(VectorEnv):
 
     def _seed(self, mask: np.ndarray) -> dict[str, Any]:
         """Begin new games with new seeds in some environments. Returns the info of all."""
-        seeds = emulator_seeds(self.seed, self.reseeds)[mask]
+        seeds = emulator_seeds(self.seed, self.reseeds, self.first)[mask]
         self.obs, info = self.envs.reset(seed=seeds, options=None if mask.all() else {"reset_mask": mask})
         self.resets[mask] = 0
         self.log.restart(mask)
@@ -338,5 +340,5 @@ class AtariEnvs(VectorEnv):
         return self.settings | {
             "threads": self.num_threads,
             "actions": [action.name for action in self.envs.ale.get_action_set()],
-            "emulator_seeds": emulator_seeds(self.seed, self.reseeds).tolist(),
+            "emulator_seeds": emulator_seeds(self.seed, self.reseeds, self.first).tolist(),
         }

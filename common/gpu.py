@@ -18,15 +18,21 @@ with contextlib.suppress(ImportError):
 MIB = 2**20
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str, memory_fraction: float | None = None) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:N` -> a device that works.
+
+    Args:
+        memory_fraction: of a GPU's memory, more than which torch does not give this process.
 
     Raises:
         UsageError: the device is not there, or this build of torch has no code for it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's pages about old drivers and cards, which one line says here
-        return _choose_device(name)
+        device = _choose_device(name)
+    if device.type == "cuda" and memory_fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
+    return device
 
 
 def _choose_device(name: str) -> torch.device:
@@ -92,7 +98,10 @@ def require_memory(device: torch.device, needed: int, what: str) -> None:
 def free_memory(device: torch.device) -> int:
     """Bytes, of the GPU, or of the machine or the container."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        # https://docs.pytorch.org/docs/stable/generated/torch.cuda.get_per_process_memory_fraction.html
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+        return int(min(free, allowed))
     free = psutil.virtual_memory().available
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         # the container's limit; its usage says little, since it counts cached files. Absent or "max" elsewhere

@@ -257,6 +257,7 @@ def test_environments_of_a_run_differ_and_runs_share_no_seed():
     assert flat.min() >= 0
     assert flat.max() < 2**31
     np.testing.assert_array_equal(emulator_seeds(7, np.zeros(64, int)), seeds[7])
+    np.testing.assert_array_equal(emulator_seeds(7, np.zeros(5, int), first=8), seeds[7][8:13])
     np.testing.assert_array_equal(
         emulator_seeds(7, np.zeros(8, int)), seeds[7][:8]
     )  # more environments leave the first as they are

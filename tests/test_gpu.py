@@ -8,7 +8,7 @@ import torch
 
 import common.gpu
 from common.errors import UsageError
-from common.gpu import Monitor, architecture_is_built, choose_device, require_memory
+from common.gpu import Monitor, architecture_is_built, choose_device, free_memory, require_memory
 
 
 def play_gpu(monkeypatch, capability=(8, 0), archs=("sm_70", "sm_80", "sm_90"), count=1, name="NVIDIA A100"):
@@ -145,8 +145,26 @@ def test_memory_that_is_not_there(monkeypatch):
     with pytest.raises(UsageError, match=r"a rollout needs 2\.1 GB of memory, 2\.0 GB are free"):
         require_memory(cpu, 2_100_000_000, "a rollout")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000_000, 8_000_000_000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     with pytest.raises(UsageError, match=r"1\.0 GB are free"):
         require_memory(torch.device("cuda", 0), 1_900_000_000, "a rollout")
+
+
+def test_a_share_of_the_gpus_memory_is_set_and_is_all_that_is_free(monkeypatch):
+    play_gpu(monkeypatch)
+    shares = {}
+    set_share = lambda share, device: shares.update({device: share})  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_share)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: shares.get(device, 1.0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000_000_000, 8_000_000_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500_000_000)
+    gpu = choose_device("cuda")
+    assert shares == {}
+    assert free_memory(gpu) == 7_000_000_000
+    assert choose_device("cuda", 0.25) == gpu
+    assert shares == {gpu: 0.25}
+    assert free_memory(gpu) == 1_500_000_000
+    assert choose_device("cpu", 0.25) == torch.device("cpu")
 
 
 def test_a_containers_limit_counts_and_its_cached_files_do_not(monkeypatch):

@@ -6,8 +6,8 @@ import re
 import pytest
 from conftest import ROOT
 
-SCRIPTS = ("ppo_atari", "ppo_continuous", "dqn_atari")
-MAX_LINES = {"ppo_atari": 400, "ppo_continuous": 400, "dqn_atari": 450, "doctor": 750}
+SCRIPTS = ("ppo_atari", "ppo_continuous", "dqn_atari", "ppo_atari_ray")
+MAX_LINES = {"ppo_atari": 400, "ppo_continuous": 400, "dqn_atari": 450, "ppo_atari_ray": 460, "doctor": 750}
 
 
 def imports(path) -> set[str]:
@@ -49,12 +49,18 @@ def test_a_script_can_be_read_in_one_sitting(script):
 
 
 def test_common_stays_small():
-    # a mirror and four clouds are a quarter of it
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 4650
+    # a mirror, four clouds and clusters are a third of it
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 5100
 
 
 def test_requirements_are_pinned_to_exact_versions():
-    for name in ("requirements.txt", "requirements-v100.txt", "requirements-cloud.txt", "requirements-extras.txt"):
+    for name in (
+        "requirements.txt",
+        "requirements-v100.txt",
+        "requirements-cloud.txt",
+        "requirements-extras.txt",
+        "requirements-ray.txt",
+    ):
         lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
         assert lines
         for line in lines:
