@@ -307,9 +307,9 @@ def test_a_signal_in_a_long_rollout_or_a_large_minibatch_ends_within_5_seconds(t
 
 @pytest.mark.slow
 def test_the_drill_passes_on_sticky_actions(tmp_path):
-    flags = ["--env-id", "ALE/Pong-v5", "--num-steps", "32", "--total-timesteps", "4096"]
+    flags = ["--env-id", "ALE/Pong-v5", "--num-steps", "32", "--total-timesteps", "2048"]
     done = run_script(
-        "drill.py", "--kills", "3", "--terms", "2", "--dir", "drill", str(ROOT / "ppo_atari.py"), *flags, cwd=tmp_path
+        "drill.py", "--kills", "2", "--terms", "1", "--dir", "drill", str(ROOT / "ppo_atari.py"), *flags, cwd=tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout
