@@ -2,6 +2,8 @@
 #
 #   docker build -t spotrl --build-arg REVISION="$(git describe --always --dirty --abbrev=40 --exclude='*')" .
 #
+# With --build-arg RAY=yes it is a node of a Ray cluster too (docs/cluster.md).
+#
 # This tag's torch is the one of requirements.txt. V100, and drivers older than 580: docs/docker.md has the tags.
 ARG TAG=2.13.0-cuda13.0-cudnn9-runtime
 FROM pytorch/pytorch:${TAG}
@@ -20,10 +22,12 @@ WORKDIR /workspace
 # take no other, and what stands there afterwards is compared. s3fs is for --mirror s3://; the other lines of
 # requirements-cloud.txt are for tests. The image is the environment: its Python is marked as the distribution's own
 # (PEP 668), hence --break-system-packages.
-COPY requirements.txt requirements-cloud.txt ./
+COPY requirements.txt requirements-cloud.txt requirements-ray.txt ./
+ARG RAY
 RUN python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > torch.txt \
     && grep -v '^torch==' requirements.txt > others.txt \
     && grep '^s3fs==' requirements-cloud.txt >> others.txt \
+    && if [ -n "$RAY" ]; then grep -v '^#' requirements-ray.txt >> others.txt; fi \
     && python -m pip install --no-cache-dir --break-system-packages --constraint torch.txt --requirement others.txt \
     && python -c "import torch; was = open('torch.txt').read().strip(); assert was == 'torch==' + torch.__version__, was" \
     && rm torch.txt others.txt
@@ -40,7 +44,8 @@ RUN chmod -R a+rX . && install -d -m 1777 runs benchmark/out
 ARG REVISION
 # A user whom the image doesn't know has neither a HOME, below which Triton and matplotlib keep their caches, nor a name,
 # for which Python's getpass looks here first.
-ENV SPOTRL_REVISION=${REVISION} HOME=/tmp USER=spotrl PYTHONUNBUFFERED=1
+# A Ray node without a token does not start.
+ENV SPOTRL_REVISION=${REVISION} HOME=/tmp USER=spotrl PYTHONUNBUFFERED=1 RAY_AUTH_MODE=token
 
 # A number: the base image may have a user 1000 or none, and Kubernetes can see that it is not root.
 USER 1000:1000

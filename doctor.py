@@ -90,6 +90,8 @@ class Args:
     """cuda: a machine without a usable GPU fails; cpu: GPUs are not looked at"""
     json: bool = False
     """print one JSON object instead of lines"""
+    peer: str | None = None
+    """host:port of a Ray cluster, or auto: latency and bandwidth to its other nodes, instead of all other checks"""
 
     def check(self) -> None:
         """Raises UsageError: values that no run can have."""
@@ -510,7 +512,7 @@ def notice(save: float) -> list[Result]:
     return [*results, warn_if(needed > lead, "checkpoint", finding, cure)]
 
 
-# ---- ports, tools
+# ---- ports, other nodes, tools
 
 PORTS = {6006: "TensorBoard", 8888: "Jupyter"}
 
@@ -534,6 +536,25 @@ def ports(args: Args) -> list[Result]:
         cure = f"bind {PORTS[port]} to 127.0.0.1, and look through ssh -L {port}:localhost:{port} MACHINE"
         results.append(warn("ports", finding, cure))
     return results or [ok("ports", "6006 and 8888 are closed to the network")]
+
+
+SLOW_TRIP, SLOW_NETWORK = 5e-3, 125e6  # seconds, bytes a second: ppo_atari_ray.py waits for frames and for weights
+
+
+def peers(args: Args) -> list[Result]:
+    """The other nodes of a cluster. Raises UsageError: there is none."""
+    from common.cluster import connected  # here: nothing else needs Ray
+    from common.peers import peers
+
+    results, cure = [], "all nodes in one zone and network, machines with more bandwidth (docs/cluster.md)"
+    with connected(args.peer):
+        for peer in peers():
+            name, rate = f"peer {peer.address}", f"{peer.rate / 1e6:,.0f} MB/s ({8e-9 * peer.rate:.1f} Gbit/s)"
+            slow = peer.seconds > SLOW_TRIP or peer.rate < SLOW_NETWORK
+            seen = warn_if(slow, name, f"{1e3 * peer.seconds:.2f} ms there and back, {rate}", cure)
+            silent = fail(name, brief(peer.silence), "see `ray status`, and the rules between nodes")
+            results.append(silent if peer.silence else seen)
+    return results or [warn("peer", f"{args.peer} has no other node", "ray start --address on the others")]
 
 
 def monitoring(args: Args) -> list[Result]:
@@ -696,8 +717,11 @@ def main() -> int:
     try:
         args = parse(Args, sys.argv[1:], __doc__)
         args.check()
+        if args.peer is not None:
+            faulthandler.dump_traceback_later(300, exit=True)  # a second or two a node
+            found = peers(args)
     except UsageError as error:
-        print("error:", brief(error), file=sys.stderr)
+        print("error:", brief(error).replace("--address", "--peer"), file=sys.stderr)
         return 2
     warnings.simplefilter("ignore")  # torch's pages about old drivers and cards, which one line says here
     try:
@@ -707,7 +731,8 @@ def main() -> int:
     if not args.json and "error" not in facts:
         print(f"{facts['gpu'] or 'no GPU'}, {facts['cores']} cores of {facts['cpu']}, ", end="")
         print(f"{facts['memory_gb']:.3g} GB, torch {facts['packages']['torch']}, Python {facts['python']}", flush=True)
-    results = run(args, (lambda result: None) if args.json else show)
+    say = (lambda result: None) if args.json else show
+    results = run(args, say) if args.peer is None else [say(result) or result for result in found]
     totals = {status: sum(result.status == status for result in results) for status in ("ok", "warn", "fail")}
     status = int(totals["fail"] > 0)
     if args.json:

@@ -92,7 +92,8 @@ def test_caches_and_the_users_name_do_not_hang_on_a_user_whom_the_image_knows():
 
 def test_packages_are_installed_before_the_source_is_copied():
     lines = [(one.cmd, one.value) for one in instructions() if one.cmd in ("COPY", "RUN", "ARG")]
-    requirements = lines.index(("COPY", ("requirements.txt", "requirements-cloud.txt", "./")))
+    names = ("requirements.txt", "requirements-cloud.txt", "requirements-ray.txt", "./")
+    requirements = lines.index(("COPY", names))
     (install,) = [number for number, (_, value) in enumerate(lines) if "pip install" in value[0]]
     source = lines.index(("COPY", (".", ".")))
     assert requirements < install < source < lines.index(("ARG", ("REVISION",)))
@@ -100,6 +101,28 @@ def test_packages_are_installed_before_the_source_is_copied():
     assert "--constraint torch.txt" in text
     assert "--break-system-packages" in text  # the base image's Python is the distribution's (PEP 668)
     assert "--no-cache-dir" in text
+
+
+@pytest.mark.parametrize("ray", ["", "yes"])
+def test_ray_is_installed_where_it_is_asked_for_and_never_another_torch(tmp_path, ray):
+    """The line that installs, with a played pip and a played torch."""
+    (text,) = [one.value[0] for one in instructions() if one.cmd == "RUN" and "pip install" in one.value[0]]
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\ncase $1 in -m) cp others.txt asked; cp torch.txt kept;; *) echo torch==1;; esac\n")
+    python.chmod(0o755)
+    env = {"PATH": f"{python.parent}:/usr/bin:/bin", "RAY": ray}
+    done = subprocess.run(["sh", "-c", text], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert (tmp_path / "kept").read_text() == "torch==1\n"
+    assert not [line for line in asked if line.startswith("torch==")]
+    wanted = [line for line in (ROOT / "requirements-ray.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in asked if line in wanted] == (wanted if ray else [])
+    assert [one.value for one in instructions() if one.cmd == "ARG"][1] == ("RAY",)  # empty unless --build-arg
+    assert environment()["RAY_AUTH_MODE"] == "token"  # Ray then starts no node without one
 
 
 def test_the_context_has_what_is_needed_and_no_more(tmp_path):
@@ -167,7 +190,7 @@ def test_the_docker_program_knows_the_flags(tmp_path):
     env = os.environ | {"DOCKER_HOST": f"unix://{tmp_path}/nobody", "DOCKER_CONFIG": str(tmp_path)}
     shutil.copy(ROOT / "Dockerfile", tmp_path)
     lines = [line for line in DOCS.splitlines() if line.startswith("docker ")]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True)
         assert re.search("Cannot connect|failed to connect", done.stderr), done.stderr  # the whole line was read
