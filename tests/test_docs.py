@@ -161,7 +161,7 @@ def test_flags_that_are_named_exist(page, monkeypatch):
     assert named - FOREIGN <= known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "examples" / "README.md"], ids=lambda page: page.name)
 def test_links_within_the_repository_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", prose(page)):
         path = (page.parent / target).resolve() if target else page
@@ -179,9 +179,8 @@ def test_lines_are_no_wider_than_elsewhere(page):
 
 def test_the_chinese_readme_has_the_commands_the_map_and_the_exit_statuses_of_readme():
     assert sorted(block.text for block in blocks(CHINESE)) == sorted(block.text for block in blocks(README))
-    links = [
-        set(re.findall(r"[^!]\[[^]]*\]\(((?:docs|recipes)[^)]*)\)", page.read_text())) for page in (README, CHINESE)
-    ]
+    folders = r"[^!]\[[^]]*\]\(((?:docs|recipes|examples|cluster)[^)]*)\)"
+    links = [set(re.findall(folders, page.read_text())) for page in (README, CHINESE)]
     assert {link for link in links[0] if not link.endswith(".png")} == links[1]
     statuses = [re.findall(r"^\| (\d+) \|", page.read_text(), re.MULTILINE) for page in (README, CHINESE)]
     assert statuses[0] == statuses[1] == ["0", "75", "3", "2", "1"]
