@@ -1,6 +1,7 @@
 """PPO of RLlib's under Tune, on CartPole-v1 until 20 games have a mean return of 480.
 
-The article installs ray[rllib] 2.9.3. What its names are called in Ray 2.60, in the order of this file:
+The article that this repository grew out of does it with 8 workers of 5 environments, one GPU for the learner, and Ray
+2.9.3. What is called how, there and in Ray 2.60, in the order of this file:
 
     .rollouts(num_rollout_workers=8, num_envs_per_worker=5)  .env_runners(num_env_runners=8, num_envs_per_env_runner=5)
     .resources(num_gpus=1)                                   .learners(num_gpus_per_learner=1)
