@@ -76,6 +76,8 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
         elif word.endswith(".py") and (ROOT / word).is_file():
             end = next((j for j in range(i, len(words)) if set(words[j]) <= set(";&|()<>\n")), len(words))
             found.append((word, words[i + 1 : end]))
+            if word == "sweep.py":  # the rest is its own
+                break
     return found
 
 
@@ -89,7 +91,8 @@ def parser_of(script: str, words: list[str], monkeypatch) -> argparse.ArgumentPa
     if hasattr(module, "Args"):
         parse(module.Args, words, "")
         return module.Args
-    original, parsers = argparse.ArgumentParser.parse_args, []
+    name = "parse_known_args" if script == "sweep.py" else "parse_args"
+    original, parsers = getattr(argparse.ArgumentParser, name), []
 
     def parse_args(self, *args):
         parsers.append(self)
@@ -97,7 +100,7 @@ def parser_of(script: str, words: list[str], monkeypatch) -> argparse.ArgumentPa
         raise Parsed
 
     with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(argparse.ArgumentParser, name, parse_args)
         with pytest.raises(Parsed):
             module.main()
     return parsers[0]
