@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from common import cluster
+import common.cluster
 from common.cost import PRICES, dollars_per_hour, find_instance, read_prices
 from common.errors import UsageError
 from common.files import read_json, write_json
@@ -236,7 +236,7 @@ def check(script: str, lines: list[list[str]]) -> tuple[list[dict[str, Any]], st
     """
     done = subprocess.run(
         [sys.executable, "-c", CHECK],
-        input=json.dumps([str(cluster.ROOT), script, lines]),
+        input=json.dumps([str(common.cluster.ROOT), script, lines]),
         capture_output=True,
         text=True,
         preexec_fn=die_with_parent,
@@ -262,7 +262,7 @@ class Training:
     def __init__(self, job: dict[str, Any], words: list[str], name: str) -> None:
         """`job`: what all trials share, see `make_job`. `name`: of the run."""
         # of the copy of the code that this node has; a path that is none of ours is the same everywhere
-        self.script = str(cluster.ROOT / job["script"])
+        self.script = str(common.cluster.ROOT / job["script"])
         self.job, self.name = job, name
         self.run_dir = Path(job["runs_dir"]) / name
         self.words = [*words, "--runs-dir", job["runs_dir"]]
@@ -375,7 +375,7 @@ def make_trainable() -> type:
             self.training, job = None, config["job"]
             words = command_line(combination_of(config))
             (run,), _ = (
-                check(str(cluster.ROOT / job["script"]), [words])
+                check(str(common.cluster.ROOT / job["script"]), [words])
                 if "trial" not in config
                 else ([config["trial"]], None)
             )
@@ -779,7 +779,7 @@ def sweep(argv: list[str]) -> int:
     price = hourly_price(args)
     trials, revision = make_trials(args, flags, price)
     script = Path(args.script).resolve()
-    script = str(script.relative_to(cluster.ROOT) if script.is_relative_to(cluster.ROOT) else script)
+    script = str(script.relative_to(common.cluster.ROOT) if script.is_relative_to(common.cluster.ROOT) else script)
     same = [script, [trial["name"] for trial in trials], args.search, args.samples, args.asha, args.grace_steps]
     name = args.name or f"sweep__{Path(script).stem}__{digest(same)}"
     is_address = "://" in args.storage
@@ -800,7 +800,7 @@ def sweep(argv: list[str]) -> int:
     # before Ray is imported: no logs and tables of Tune's own, and trials stay where relative paths are right
     settings = ("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS=1", "RAY_CHDIR_TO_TRIAL_DIR=0", "RAY_AIR_NEW_OUTPUT=0")
     os.environ |= dict(setting.split("=") for setting in settings)
-    with cluster.connected(args.address, revision):
+    with common.cluster.connected(args.address, revision):
         require_room(args)
         lock = hold(folder)
         try:
@@ -877,6 +877,8 @@ def tune_and_report(
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # until trials begin, from when on they are Tune's
+        signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
     try:
         status = sweep(sys.argv[1:])
     except UsageError as error:

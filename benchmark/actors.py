@@ -1,6 +1,6 @@
 """Agent steps a second of ppo_atari_ray.py's actors beside ppo_atari.py with as many environments, in turn.
 
-    python benchmark/actors.py --num-actors 2 --envs-per-actor 8 --rounds 5
+python benchmark/actors.py --num-actors 2 --envs-per-actor 8 --rounds 5
 """
 
 import argparse
