@@ -12,8 +12,6 @@ all trials are complete, 75 interrupted, 3 a trial reached `--max-cost`, 2 refus
 
 import argparse
 import contextlib
-import csv
-import ctypes
 import fcntl
 import hashlib
 import itertools
@@ -23,7 +21,6 @@ import pickle
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -37,59 +34,15 @@ import common.cluster
 from common.cost import PRICES, dollars_per_hour, find_instance, read_prices
 from common.errors import UsageError
 from common.files import read_json, write_json
+from common.ranking import report, table
+from common.trial import EXITS, NO_GAME, Training, check, end_with
 
-NO_GAME = -1e30  # mean return before a game is over; finite, for ASHA interpolates between returns
-# seconds
-POLL = 1.0  # after which Tune may stop a trial
-AGAIN = 3.0  # between status 75, or a folder in use, and the next start
-EXITS = 20.0  # that a trial has to save a checkpoint
-GIVES_UP = EXITS + 10.0  # after a signal, whatever Ray does
-TABLE = 10.0  # between two tables
-MARK = "-- interrupted, status 75"  # in a trial's log
+GIVES_UP = EXITS + 10.0  # seconds after a signal, whatever Ray does
+TABLE = 10.0  # seconds between two tables
+SWEEP = "SPOTRL_SWEEP"  # variable with the sweep's process id, which the trials of its own Ray watch
 
 CHOSEN = ("--runs-dir", "--run-name", "--resume", "--mirror")
 CROSSED = ("--env-id", "--seed")
-
-# Reads script and command lines from stdin: names of runs and what is wrong, without a word of the script being run.
-CHECK = """
-import importlib, json, sys
-from pathlib import Path
-root, script, lines = json.load(sys.stdin)
-sys.path[:0] = [str(Path(script).resolve().parent), root]
-module = importlib.import_module(Path(script).stem)
-from common import args as common_args
-if not hasattr(module, "Args"):
-    sys.exit(f"{script} is no training script: it has no Args")
-
-def environment(env_id, known={}):
-    if env_id not in known:
-        try:
-            if hasattr(module, "AtariEnvs"):
-                from common.envs import atari_settings
-                atari_settings(env_id)
-            if hasattr(module, "ControlEnvs"):
-                from common.control import make_env
-                make_env(env_id).close()
-            known[env_id] = None
-        except common_args.UsageError as error:
-            known[env_id] = error
-    if known[env_id]:
-        raise known[env_id]
-
-def look(words):
-    try:
-        args = common_args.parse(module.Args, words, "")
-        args.check()
-        environment(args.env_id)
-        name = common_args.default_run_name(args, Path(script).stem)
-        return {"name": name, "steps": args.total_timesteps, "env_id": args.env_id, "seed": args.seed}
-    except common_args.UsageError as error:
-        return {"error": " ".join(str(error).split())}
-
-run = sys.modules.get("common.run")  # of all scripts of ours
-print()
-print(json.dumps({"revision": run and run.git_revision(), "runs": [look(words) for words in lines]}))
-"""
 
 
 # ---- the command line
@@ -225,146 +178,7 @@ def digest(what: Any) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=vars).encode()).hexdigest()[:8]
 
 
-def check(script: str, lines: list[list[str]]) -> tuple[list[dict[str, Any]], str | None]:
-    """What the script makes of command lines, in one process of its own.
-
-    Returns:
-        for each `name` of the run, `steps`, `env_id` and `seed`, or `error`; and the revision of the code.
-
-    Raises:
-        UsageError: it cannot be imported.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK],
-        input=json.dumps([str(common.cluster.ROOT), script, lines]),
-        capture_output=True,
-        text=True,
-        preexec_fn=die_with_parent,
-    )
-    if done.returncode:
-        raise UsageError(f"{script}: {(done.stderr.strip() or 'it ended').splitlines()[-1]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return answer["runs"], answer["revision"]
-
-
 # ---- a trial
-
-
-def die_with_parent() -> None:
-    """In the child: the kernel ends it when its parent ends, however that does (prctl(2), PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-class Training:
-    """The process of one trial, started again as often as it leaves with status 75."""
-
-    def __init__(self, job: dict[str, Any], words: list[str], name: str) -> None:
-        """`job`: what all trials share, see `make_job`. `name`: of the run."""
-        # of the copy of the code that this node has; a path that is none of ours is the same everywhere
-        self.script = str(common.cluster.ROOT / job["script"])
-        self.job, self.name = job, name
-        self.run_dir = Path(job["runs_dir"]) / name
-        self.words = [*words, "--runs-dir", job["runs_dir"]]
-        if job["mirror"]:
-            self.words += ["--mirror", job["mirror"]]
-        if job["price_per_hour"]:
-            self.words += ["--price-per-hour", repr(job["price_per_hour"] * share_of_node(job["cpus"], job["gpus"]))]
-        self.log = Path(job["logs"]) / f"{name}.log"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.restarts = self.log.read_text(errors="replace").count(MARK) if self.log.exists() else 0
-        self.process: subprocess.Popen | None = None
-        self.start_at = 0.0
-
-    def start(self) -> None:
-        words = [sys.executable, self.script, *self.words]
-        with self.log.open("a") as log:
-            print("$", shlex.join(words), file=log, flush=True)
-            # a session of its own: Ctrl-C is not for it
-            self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": str(max(1, int(self.job["cpus"])))},
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-
-    def step(self) -> dict[str, Any]:
-        """Wait a little and say how far it is.
-
-        Raises:
-            RuntimeError: it failed; the same command goes on from its last checkpoint.
-        """
-        if self.process is None:
-            if (self.run_dir / "summary.json").exists():  # an earlier sweep's, or one by hand
-                return self.result("complete")
-            if time.monotonic() < self.start_at:
-                time.sleep(min(POLL, self.start_at - time.monotonic()))
-                return self.result()
-            self.start()
-        try:
-            status = self.process.wait(POLL)
-        except subprocess.TimeoutExpired:
-            return self.result()
-        self.process = None
-        if status == 0:
-            return self.result("complete")
-        if status == 3:
-            return self.result("limit")
-        in_use = status == 2 and " is in use by " in self.last_line()
-        if status == os.EX_TEMPFAIL or in_use:
-            self.start_at = time.monotonic() + AGAIN
-            if not in_use:
-                self.restarts += 1
-                with self.log.open("a") as log:
-                    print(MARK, file=log)
-            return self.result()
-        if status == 2:
-            return self.result("refused: " + self.last_line().removeprefix("error: "))
-        raise RuntimeError(f"status {status}: {self.last_line()} ({self.log})")
-
-    def last_line(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-    def result(self, end: str = "") -> dict[str, Any]:
-        """A line of the report. `end`: how the trial ended, if it did."""
-        status = read_json(self.run_dir / "status.json") | read_json(self.run_dir / "summary.json")
-        mean = status.get("mean_return")
-        return {
-            "mean_return": NO_GAME if mean is None else mean,
-            "global_step": status.get("global_step") or 0,
-            "total_timesteps": status.get("total_timesteps") or 0,
-            "games": status.get("games") or 0,
-            "sps": status.get("sps") or 0.0,
-            "seconds": status.get("seconds") or 0.0,
-            "usd": status.get("usd") or 0.0,
-            "restarts": self.restarts,
-            "run": self.name,
-            "state": end or ("interrupted" if self.process is None else status.get("phase") or "start"),
-            "done": bool(end),
-        }
-
-    def stop(self) -> None:
-        """Have it save a checkpoint and leave."""
-        if self.process is None:
-            return
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(EXITS)
-        self.process.kill()
-        self.process.wait()
-
-
-def share_of_node(cpus: float, gpus: float) -> float:
-    """Of the machine on which this trial is, and whose price it pays."""
-    import ray
-
-    here = ray.get_runtime_context().get_node_id()
-    (node,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == here]
-    return max(cpus / node.get("CPU", cpus or 1), gpus / node.get("GPU", gpus or 1))
 
 
 def make_trainable() -> type:
@@ -373,6 +187,7 @@ def make_trainable() -> type:
     class Trial(tune.Trainable):
         def setup(self, config: dict[str, Any]) -> None:
             self.training, job = None, config["job"]
+            end_with(int(os.environ.get(SWEEP, 0)))
             words = command_line(combination_of(config))
             (run,), _ = (
                 check(str(common.cluster.ROOT / job["script"]), [words])
@@ -500,128 +315,6 @@ def row_of(trial: Any, interrupted: bool = False) -> dict[str, Any]:
         "restarts": last.get("restarts", 0),
         "failures": trial.num_failures,
     }
-
-
-def blank(value: float | None, form: str) -> str:
-    return format(value, form) if value else ""
-
-
-def align(lines: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    pairs = [zip(line, widths, strict=True) for line in lines]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in pair).rstrip() for pair in pairs)
-
-
-def table(rows: list[dict[str, Any]], labels: list[str], most: int = 10**9) -> str:
-    """For the terminal; of trials that are too many, those that wait or are complete go first."""
-    idle = ("waiting", "complete", "stopped early")
-    shown = sorted(rows, key=lambda row: idle.index(row["state"]) + 1 if row["state"] in idle else 0)[: max(most, 3)]
-    lines = [[*labels, "steps", "return", "steps/s", "cost", "state"]]
-    for row in rows:
-        if row in shown:
-            failures = f", failed {row['failures']} times" if row["failures"] and row["state"] != "failed" else ""
-            steps = f"{row['step']:,}/{row['total']:,}" if row["total"] else ""
-            mean = "" if row["mean_return"] is None else f"{row['mean_return']:.2f}"
-            cost, state = blank(row["usd"], ",.4f"), row["state"] + failures
-            values = [str(row.get(label, "")) for label in labels]
-            lines.append([*values, steps, mean, blank(row["sps"], ",.0f"), cost and f"${cost}", state])
-    done = sum(row["state"] in ("complete", "stopped early") for row in rows)
-    return f"{align(lines)}\n{len(rows)} trials, {done} done; {bill(rows)}"
-
-
-def bill(rows: list[dict[str, Any]]) -> str:
-    hours, dollars = sum(row["seconds"] for row in rows) / 3600, sum(row["usd"] for row in rows)
-    return f"{hours:.2f} hours of trials" + (f", ${dollars:,.4f}" if dollars else "")
-
-
-# ---- the report
-
-
-def interquartile_mean(returns: Any, axis: int = -1) -> Any:
-    """Mean without the lowest and highest quarter (whole values are left out: none of fewer than 4)."""
-    from scipy.stats import trim_mean
-
-    return trim_mean(returns, 0.25, axis=axis)
-
-
-def rank(rows: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
-    """Interquartile mean over seeds of each configuration's complete trials, best first in each environment.
-
-    `low` and `high` are the ends of a 95% percentile bootstrap interval, None for fewer than two seeds.
-    """
-    from scipy.stats import bootstrap
-
-    by_config: dict[tuple, list[float]] = {}
-    names = [label for label in labels if label not in ("env-id", "seed")]
-    for row in rows:
-        if row["state"] == "complete" and row["mean_return"] is not None:
-            by_config.setdefault((row.get("env-id", ""), *(row[name] for name in names)), []).append(row["mean_return"])
-    ranking = []
-    for (env_id, *values), returns in by_config.items():
-        low = high = None
-        if len(returns) > 1:
-            interval = bootstrap((returns,), interquartile_mean, method="percentile", rng=0).confidence_interval
-            low, high = float(interval.low), float(interval.high)
-        config = " ".join(f"{name} {value}" for name, value in zip(names, values, strict=True)) or "all"
-        mean = float(interquartile_mean(returns))
-        ranking.append(dict(env_id=env_id, config=config, seeds=len(returns), iqm=mean, low=low, high=high))
-        ranking[-1]["returns"] = returns
-    return sorted(ranking, key=lambda place: (place["env_id"], -place["iqm"]))
-
-
-def ranking_table(ranking: list[dict[str, Any]]) -> str:
-    lines = [["environment", "configuration", "seeds", "IQM of returns", "95% interval"]]
-    for place in ranking:
-        interval = "none of one seed" if place["low"] is None else f"{place['low']:.2f} to {place['high']:.2f}"
-        lines.append([place["env_id"], place["config"], str(place["seeds"]), f"{place['iqm']:.2f}", interval])
-    return align(lines)
-
-
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def draw(ranking: list[dict[str, Any]], path: Path) -> None:
-    """One panel an environment: interquartile means with their intervals, and each seed."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    by_env: dict[str, list] = {}
-    for place in ranking:
-        by_env.setdefault(place["env_id"], []).append(place)
-    height = 1.2 + 0.4 * max(map(len, by_env.values()))
-    figure, panels = plt.subplots(
-        1, len(by_env), figsize=(2 + 4.5 * len(by_env), height), layout="constrained", squeeze=False
-    )
-    for axes, (env_id, places) in zip(panels[0], by_env.items(), strict=True):
-        for y, place in enumerate(reversed(places)):
-            axes.plot(place["returns"], [y] * place["seeds"], "o", color="tab:gray", alpha=0.5, markersize=4)
-            axes.plot(place["iqm"], y, "D", color="tab:blue")
-            if place["low"] is not None:
-                axes.plot([place["low"], place["high"]], [y, y], color="tab:blue", linewidth=2)
-        axes.set_yticks(range(len(places)), [place["config"] for place in reversed(places)])
-        axes.set_ylim(-0.5, len(places) - 0.5)
-        axes.set(title=env_id, xlabel="mean return of whole games: IQM, 95% interval, seeds")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def report(rows: list[dict[str, Any]], labels: list[str], folder: Path) -> None:
-    print(table(rows, labels))
-    if not rows:
-        return
-    write_csv(folder / "results.csv", rows)
-    if ranking := rank(rows, labels):
-        print(ranking_table(ranking))
-        write_csv(folder / "ranking.csv", [{k: v for k, v in place.items() if k != "returns"} for place in ranking])
-        draw(ranking, folder / "returns.png")
-    print(f"written to {folder}")
 
 
 # ---- putting it together
@@ -800,6 +493,7 @@ def sweep(argv: list[str]) -> int:
     # before Ray is imported: no logs and tables of Tune's own, and trials stay where relative paths are right
     settings = ("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS=1", "RAY_CHDIR_TO_TRIAL_DIR=0", "RAY_AIR_NEW_OUTPUT=0")
     os.environ |= dict(setting.split("=") for setting in settings)
+    os.environ[SWEEP] = str(os.getpid())  # for a Ray that begins here
     with common.cluster.connected(args.address, revision):
         require_room(args)
         lock = hold(folder)

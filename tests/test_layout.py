@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 SCRIPTS = ("ppo_atari", "ppo_continuous", "dqn_atari", "ppo_atari_ray")
-MAX_LINES = {"ppo_atari": 400, "ppo_continuous": 400, "dqn_atari": 450, "ppo_atari_ray": 460, "doctor": 760}
+MAX_LINES = {"ppo_atari": 400, "ppo_continuous": 400, "dqn_atari": 450, "ppo_atari_ray": 460, "sweep": 600, "doctor": 760}
 
 
 def imports(path) -> set[str]:
@@ -49,8 +49,8 @@ def test_a_script_can_be_read_in_one_sitting(script):
 
 
 def test_common_stays_small():
-    # a mirror, four clouds and clusters are a third of it
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 5100
+    # a mirror, four clouds, clusters and sweeps are two fifths of it
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 5400
 
 
 def test_requirements_are_pinned_to_exact_versions():
