@@ -145,7 +145,8 @@ def test_the_scripts_take_the_flags_with_which_the_pages_start_them(page, monkey
             for script, words in commands(span):
                 own = words[: next((i for i, word in enumerate(words) if word.endswith(".py")), None)]
                 # placeholders stand for values here, so that only the names are compared
-                minimum = ["x"] if script in ("evaluate.py", "benchmark/scores.py", "benchmark/curves.py") else []
+                positional = ("evaluate.py", "sweep.py", "benchmark/scores.py", "benchmark/curves.py")
+                minimum = ["x"] if script in positional else []
                 known = flags_of(parser_of(script, minimum, monkeypatch))
                 assert {word.partition("=")[0] for word in own if word.startswith("--")} <= known, span
 

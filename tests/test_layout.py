@@ -7,7 +7,14 @@ import pytest
 from conftest import ROOT
 
 SCRIPTS = ("ppo_atari", "ppo_continuous", "dqn_atari", "ppo_atari_ray")
-MAX_LINES = {"ppo_atari": 400, "ppo_continuous": 400, "dqn_atari": 450, "ppo_atari_ray": 460, "sweep": 600, "doctor": 760}
+MAX_LINES = {
+    "ppo_atari": 400,
+    "ppo_continuous": 400,
+    "dqn_atari": 450,
+    "ppo_atari_ray": 460,
+    "sweep": 600,
+    "doctor": 760,
+}
 
 
 def imports(path) -> set[str]:
