@@ -178,7 +178,7 @@ def test_the_no_ops_of_a_reset_hide_no_end_of_a_short_game(env_id, max_frames):
 # ---- what an id means
 
 
-@pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [20, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.extended])])
 def test_every_registered_game_loads_and_steps(every):
     ids = [name for name in gym.registry if name.endswith("NoFrameskip-v4") or name.startswith("ALE/")]
     assert sum(name.startswith("ALE/") for name in ids) == 104

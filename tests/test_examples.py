@@ -50,6 +50,7 @@ def test_the_page_of_the_examples_names_flags_that_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_rllib_reaches_480_on_cartpole(tmp_path):
     environment, output = tmp_path / "venv", tmp_path / "output.txt"
     python = environment / "bin" / "python"

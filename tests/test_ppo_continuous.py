@@ -595,9 +595,10 @@ def test_no_worker_outlives_a_killed_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [["--env-id", "HalfCheetah-v5"], ["--env-id", "Hopper-v5"], ["--env-id", "Pendulum-v1"]]
+    "env_id",
+    ["HalfCheetah-v5", *(pytest.param(x, marks=pytest.mark.extended) for x in ("Hopper-v5", "Pendulum-v1"))],
 )
-def test_the_drill_passes(tmp_path, flags):
+def test_the_drill_passes(tmp_path, env_id):
     sizes = ["--num-steps", "256", "--total-timesteps", "3840"]
     done = run_script(
         "drill.py",
@@ -608,7 +609,8 @@ def test_the_drill_passes(tmp_path, flags):
         "--dir",
         "drill",
         str(ROOT / "ppo_continuous.py"),
-        *flags,
+        "--env-id",
+        env_id,
         *sizes,
         cwd=tmp_path,
     )

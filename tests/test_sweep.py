@@ -309,7 +309,7 @@ TINY = [
     "--num-minibatches",
     "2",
     "--total-timesteps",
-    "1024",
+    "512",
     "--checkpoint-minutes",
     "0.01",
 ]
@@ -331,7 +331,7 @@ def test_trials_of_a_node_that_dies_end_as_if_nothing_had_happened(cluster, tmp_
         def half_way() -> bool:
             assert process.poll() is None, (tmp_path / "said.txt").read_text()
             steps = [json.loads(path.read_text())["global_step"] for path in runs.glob("*/status.json")]
-            return sum(step > 200 for step in steps) >= 2
+            return sum(step > 100 for step in steps) >= 2
 
         wait_until(half_way, seconds=120)
         nodes.remove_node(second, allow_graceful=False)
