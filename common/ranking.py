@@ -106,8 +106,9 @@ def draw(ranking: list[dict[str, Any]], path: Path) -> None:
                 axes.plot([place["low"], place["high"]], [y, y], color="tab:blue", linewidth=2)
         axes.set_yticks(range(len(places)), [place["config"] for place in reversed(places)])
         axes.set_ylim(-0.5, len(places) - 0.5)
-        axes.set(title=env_id, xlabel="mean return of whole games: IQM, 95% interval, seeds")
+        axes.set(title=env_id)
         axes.grid(alpha=0.3)
+    figure.supxlabel("mean return of whole games: interquartile mean, 95% interval, each seed", fontsize="medium")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
