@@ -34,6 +34,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.cluster import Actors
 from common.cost import Clock
 from common.envs import AtariEnvs, atari_settings
+from common.errors import Interrupted
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
 from common.mirror import Mirror
 from common.preemption import StopSignals
@@ -350,7 +351,13 @@ def train(args: Args) -> dict[str, Any]:
     monitor = Monitor(device)
 
     rng = Rng(args.seed, device)
-    settings = envs.call("reset", [(args.seed,)] * args.num_actors)[0]
+    with StopSignals() as signals:  # a cluster may take minutes to have room
+
+        def stop_if_asked() -> None:
+            if signals.asked:
+                raise Interrupted(f"interrupted by {signals.asked} before anything began")
+
+        settings = envs.call("reset", [(args.seed,)] * args.num_actors, tick=stop_if_asked)[0]
     agent = Agent(settings.pop("num_actions")).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
 

@@ -16,6 +16,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import pickle
 import shlex
@@ -35,10 +36,12 @@ from common.cost import PRICES, dollars_per_hour, find_instance, read_prices
 from common.errors import UsageError
 from common.files import read_json, write_json
 from common.ranking import report, table
+from common.signals import SIGNALS
 from common.trial import EXITS, NO_GAME, Training, check, end_with
 
 GIVES_UP = EXITS + 10.0  # seconds after a signal, whatever Ray does
 TABLE = 10.0  # seconds between two tables
+PRICED = ["--price-per-hour", "1"]  # for --max-cost, where a command line is only looked at
 SWEEP = "SPOTRL_SWEEP"  # variable with the sweep's process id, which the trials of its own Ray watch
 
 CHOSEN = ("--runs-dir", "--run-name", "--resume", "--mirror")
@@ -67,7 +70,7 @@ class Range:
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 found = Range(kind(low), kind(high), text.startswith("log:"))
-                if not found.low < found.high or (found.log and found.low <= 0):
+                if not -math.inf < found.low < found.high < math.inf or (found.log and found.low <= 0):
                     raise UsageError(f"{text}: the lower end first, and above zero for log:")
                 return found
         return None
@@ -148,7 +151,7 @@ def random_search(flags: dict[str, list], samples: int) -> Iterator[dict[str, st
     import numpy as np
 
     space = {name: domain(values) for name, values in drawn(flags).items()}
-    rng = np.random.default_rng(int(digest(flags), 16))
+    rng = np.random.default_rng(int(digest({name: flags[name] for name in space}), 16))
     found: list[dict[str, str]] = []
     for _ in range(100 * samples):
         sample = {name: as_word(one.sample(random_state=rng)) for name, one in space.items()}
@@ -190,7 +193,7 @@ def make_trainable() -> type:
             end_with(int(os.environ.get(SWEEP, 0)))
             words = command_line(combination_of(config))
             (run,), _ = (
-                check(str(common.cluster.ROOT / job["script"]), [words])
+                check(str(common.cluster.ROOT / job["script"]), [words + PRICED * bool(job["price_per_hour"])])
                 if "trial" not in config
                 else ([config["trial"]], None)
             )
@@ -249,7 +252,7 @@ def make_search(flags: dict[str, list], seeds: int) -> Any:
         def restore(self, checkpoint_path: str) -> None:
             vars(self).update(pickle.loads(Path(checkpoint_path).read_bytes()))
 
-    search = OptunaSearch(metric="mean_return", mode="max", seed=int(digest(flags), 16))
+    search = OptunaSearch(metric="mean_return", mode="max", seed=int(digest(drawn(flags)), 16))
     return Repeated(search, repeat=seeds) if seeds > 1 else search
 
 
@@ -273,8 +276,9 @@ def make_callback(labels: list[str], stopped: list[int]) -> Any:
                     tunes(number, frame)
                 stopped.append(number)
 
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, stop)
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # a SIGHUP, under nohup
+                    signal.signal(number, stop)
 
         def on_step_end(self, iteration: int, trials: list, **info: Any) -> None:
             every = 1.0 if sys.stdout.isatty() else TABLE
@@ -414,7 +418,7 @@ def make_trials(args: argparse.Namespace, flags: dict[str, list], price: float |
     if any(isinstance(value, Range) for name in CROSSED for value in flags.get(name, [])):
         raise UsageError(f"{', '.join(CROSSED)}: name the values")
     lines = [command_line(flags) for flags in combinations]
-    priced = ["--price-per-hour", "1"] if price else []
+    priced = PRICED * bool(price)
     runs, revision = check(args.script, [line + priced for line in lines])
     for line, run in zip(lines, runs, strict=True):
         if "error" in run:
@@ -459,6 +463,8 @@ def require_room(args: argparse.Namespace) -> None:
         have = "; ".join(f"{n.get('CPU', 0):g} CPUs, {n.get('GPU', 0):g} GPUs" for n in nodes)
         wanted = f"{args.cpus_per_trial:g} CPUs and {args.gpus_per_trial:g} GPUs"
         raise UsageError(f"--cpus-per-trial, --gpus-per-trial: no machine has {wanted} for a trial, but {have}")
+    if not args.gpus_per_trial and any(n.get("GPU", 0) for n in nodes):
+        print("trials see no GPU; --gpus-per-trial gives each one, or a share", flush=True)
 
 
 def sweep(argv: list[str]) -> int:
@@ -520,6 +526,8 @@ def tune_and_report(
     before = read_json(folder / "sweep.json")
     if before and before["sweep"] != same:
         raise UsageError(f"{folder} is of another sweep: choose another --name")
+    if before and optuna and before["job"] != digest(job):  # its trials keep what they were started with
+        raise UsageError("--search optuna: goes on with the flags of its first start only; or choose another --name")
     # where it ended otherwise, all is asked again: complete runs answer at once, and others get their chances
     goes_on = bool(before) and (optuna or (before["job"] == digest(job) and before["ended"] != "other"))
     record = {"sweep": same, "job": digest(job), "ended": None}
@@ -571,8 +579,9 @@ def tune_and_report(
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # until trials begin, from when on they are Tune's
-        signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
+    for number in SIGNALS:  # until trials begin, from when on they are Tune's
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
     try:
         status = sweep(sys.argv[1:])
     except UsageError as error:

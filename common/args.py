@@ -125,7 +125,7 @@ FLOAT32_MAX = 3.4e38
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
 RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer", "gpu_memory_fraction"}
-RESULT_STAYS |= {"address", "cpus_per_actor"}
+RESULT_STAYS |= {"address"}
 RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost", "spot_watch", "mirror", "track"}
 IN_THE_NAME = {"env_id", "seed"}
 

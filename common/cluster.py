@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,8 @@ from common.errors import UsageError, WorkerError
 
 PATIENCE = 10.0  # seconds for a cluster to answer
 LOOK = 0.2  # seconds between two looks at signals while actors work
-LOST = 10  # actors in a row, without an answer between them, after which a run fails
+LOST = 10  # times in a row that one actor is lost, after which a run fails
+SILENCE = 30.0  # seconds without an answer, after which it is said what is waited for
 ROOT = Path(__file__).parent.parent
 # of the working tree, what other nodes have no use for
 LEFT_HERE = [".git", ".venv", "runs", "docs", "tests", "benchmark/out", "benchmark/results", "__pycache__"]
@@ -37,7 +39,7 @@ def connected(address: str | None, revision: str | None = None) -> Iterator[None
         raise UsageError("this needs Ray: pip install -r requirements-ray.txt")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = address or os.environ.get("RAY_ADDRESS")
-    if address is None:
+    if address in (None, "local"):
         # else Ray's ports are open to the network, its dashboard off or not; the name is of where this is the default
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         settings = dict(address="local", include_dashboard=False)
@@ -47,12 +49,14 @@ def connected(address: str | None, revision: str | None = None) -> Iterator[None
             code["env_vars"] = {"SPOTRL_REVISION": revision}
         settings = dict(address=address, runtime_env=code)
         require_listener(address)
+        if (Path.home() / ".ray" / "auth_token").exists():  # Ray itself takes it up for `auto` only
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     with own_signals():
         try:
             ray.init(logging_level="ERROR", log_to_driver=False, **settings)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise UsageError(f"--address {address}: no Ray cluster there: {' '.join(str(error).split())}") from None
     try:
         yield
@@ -114,7 +118,7 @@ class Actors:
             arguments: of each actor's constructor.
 
         Raises:
-            UsageError: see `connected`; or the cluster has too few CPUs.
+            UsageError: see `connected`; or this machine has too few CPUs.
         """
         self.cluster = contextlib.ExitStack()
         self.cluster.enter_context(connected(address))
@@ -123,14 +127,16 @@ class Actors:
         self.ray, self.arguments = ray, arguments
         options = dict(num_cpus=cpus, scheduling_strategy="SPREAD", max_restarts=0, max_task_retries=0)
         self.actor = ray.remote(**options)(actor)
+        self.cpus = cpus * len(arguments)
         there = ray.cluster_resources().get("CPU", 0)
-        if there < cpus * len(arguments):
+        if there < self.cpus and address is None and "RAY_ADDRESS" not in os.environ:  # others may grow
             self.cluster.close()
-            raise UsageError(f"{len(arguments)} actors of {cpus:g} CPUs each: the cluster has {there:g} CPUs")
+            raise UsageError(f"{len(arguments)} actors of {cpus:g} CPUs each: this machine has {there:g} CPUs")
         self.waiting: Callable[[], None] = lambda: None
         self.replay_tick: Callable[[float], None] = lambda share: None
         self.restore_note = ""
-        self.lost, self._in_a_row = 0, 0
+        self.lost, self._in_a_row = 0, [0] * len(arguments)
+        self._notes: dict[int, Any] = {}  # what replaced actors say of the state that they were given
         self.states: list[Any] = [None] * len(arguments)
         self.actors = [self.actor.remote(*words) for words in arguments]
 
@@ -157,15 +163,26 @@ class Actors:
         """
         answers: list[Any] = [None] * len(self.actors)
         asked = {getattr(self.actors[i], method).remote(*words): i for i, words in enumerate(arguments)}
+        heard, said = time.monotonic(), False
         while asked:
             done, _ = self.ray.wait(list(asked), timeout=LOOK)
             self.waiting()
             tick()
+            heard = time.monotonic() if done else heard
+            if time.monotonic() - heard > SILENCE and not said:
+                there = self.ray.cluster_resources().get("CPU", 0)
+                said = there < self.cpus
+                if said:
+                    say(f"waiting for {self.cpus:g} CPUs for the actors: the cluster has {there:g}")
             for answer in done:
                 i = asked.pop(answer)
                 try:
+                    if i in self._notes:
+                        note, _ = self.ray.get(self._notes[i])
+                        say(f"actor {i}: {note}" if note else f"actor {i} goes on where the lost one was")
+                        del self._notes[i]
                     answers[i], self.states[i] = self.ray.get(answer)
-                    self._in_a_row = 0
+                    self._in_a_row[i] = 0
                 except self.ray.exceptions.RayTaskError as error:
                     raise WorkerError(f"an actor failed: {' '.join(str(error.cause).split())}") from error
                 except self.ray.exceptions.RayError as error:
@@ -179,13 +196,16 @@ class Actors:
 
     def _replace(self, i: int, error: Exception, say: Callable[[str], None]) -> None:
         self.lost += 1
-        self._in_a_row += 1
-        if self._in_a_row > LOST:
-            raise WorkerError(f"{LOST} actors were lost in a row: {' '.join(str(error).split())[:200]}") from error
+        self._in_a_row[i] += 1
+        if self._in_a_row[i] > LOST:
+            raise WorkerError(
+                f"actor {i} was lost {LOST} times in a row: {' '.join(str(error).split())[:200]}"
+            ) from error
         say(f"actor {i} is lost ({type(error).__name__}): a new one does its share again")
         self.actors[i] = self.actor.remote(*self.arguments[i])
-        if self.states[i] is not None:  # what it raises or loses, the call that follows raises or loses too
-            self.actors[i].load_state_dict.remote(self.states[i])
+        self._notes.pop(i, None)
+        if self.states[i] is not None:
+            self._notes[i] = self.actors[i].load_state_dict.remote(self.states[i])
 
     def state_dict(self) -> dict[str, Any]:
         return {"actors": list(self.states)}

@@ -47,15 +47,20 @@ def interquartile_mean(returns: Any, axis: int = -1) -> Any:
 def rank(rows: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
     """Interquartile mean over seeds of each configuration's complete trials, best first in each environment.
 
-    `low` and `high` are the ends of a 95% percentile bootstrap interval, None for fewer than two seeds.
+    Configurations of which not all trials are complete stand behind the others: where bad seeds were stopped, the rest
+    is no fair sample. `low` and `high` are the ends of a 95% percentile bootstrap interval, None for fewer than two
+    seeds.
     """
     from scipy.stats import bootstrap
 
     by_config: dict[tuple, list[float]] = {}
+    trials: dict[tuple, int] = {}
     names = [label for label in labels if label not in ("env-id", "seed")]
     for row in rows:
+        key = (row.get("env-id", ""), *(row[name] for name in names))
+        trials[key] = trials.get(key, 0) + 1
         if row["state"] == "complete" and row["mean_return"] is not None:
-            by_config.setdefault((row.get("env-id", ""), *(row[name] for name in names)), []).append(row["mean_return"])
+            by_config.setdefault(key, []).append(row["mean_return"])
     ranking = []
     for (env_id, *values), returns in by_config.items():
         low = high = None
@@ -65,16 +70,21 @@ def rank(rows: list[dict[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
         config = " ".join(f"{name} {value}" for name, value in zip(names, values, strict=True)) or "all"
         mean = float(interquartile_mean(returns))
         ranking.append(dict(env_id=env_id, config=config, seeds=len(returns), iqm=mean, low=low, high=high))
+        ranking[-1]["trials"] = trials[env_id, *values]
         ranking[-1]["returns"] = returns
-    return sorted(ranking, key=lambda place: (place["env_id"], -place["iqm"]))
+    return sorted(ranking, key=lambda place: (place["env_id"], place["seeds"] < place["trials"], -place["iqm"]))
 
 
 def ranking_table(ranking: list[dict[str, Any]]) -> str:
     lines = [["environment", "configuration", "seeds", "IQM of returns", "95% interval"]]
     for place in ranking:
         interval = "none of one seed" if place["low"] is None else f"{place['low']:.2f} to {place['high']:.2f}"
-        lines.append([place["env_id"], place["config"], str(place["seeds"]), f"{place['iqm']:.2f}", interval])
+        lines.append([place["env_id"], place["config"], seeds_of(place), f"{place['iqm']:.2f}", interval])
     return align(lines)
+
+
+def seeds_of(place: dict[str, Any]) -> str:
+    return f"{place['seeds']} of {place['trials']}" if place["seeds"] < place["trials"] else str(place["seeds"])
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

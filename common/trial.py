@@ -124,7 +124,9 @@ class Training:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": str(max(1, int(self.job["cpus"])))},
+                env=os.environ
+                | {"OMP_NUM_THREADS": str(max(1, int(self.job["cpus"])))}
+                | ({} if self.job["gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),  # Ray leaves them visible
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )

@@ -11,7 +11,7 @@ MAX_LINES = {
     "ppo_atari": 400,
     "ppo_continuous": 400,
     "dqn_atari": 450,
-    "ppo_atari_ray": 460,
+    "ppo_atari_ray": 470,
     "sweep": 600,
     "doctor": 760,
 }

@@ -237,6 +237,10 @@ def test_ranking():
         ("B", "rate 2", 2, 7.0),
         ("B", "rate 1", 1, 5.0),
     ]
+    # of A's rate 1 there are two trials more, one of them stopped: what is left is no fair sample
+    assert [ranking.seeds_of(place) for place in places] == ["2", "4 of 6", "2", "1"]
+    best = ranking.rank([*ROWS, dict(ROWS[4], state="stopped early")], ["env-id", "seed", "rate"])
+    assert [place["config"] for place in best[:2]] == ["rate 1", "rate 2"]
     assert [(place["low"], place["high"]) for place in places[2:]] == [(7.0, 7.0), (None, None)]
     # two seeds drawn from two: both low and both high have a quarter of the probability each
     assert (places[0]["low"], places[0]["high"]) == (9.0, 11.0)
@@ -375,6 +379,8 @@ def test_what_becomes_of_trials_that_end_otherwise(theirs):
     }
     share = 0.5 / os.cpu_count()
     assert float(rows["well"]["usd"]) == pytest.approx(8 * share)
+    (well,) = (theirs / "runs" / rows["well"]["run"]).glob("start-*")
+    assert json.loads(well.read_text())["CUDA_VISIBLE_DEVICES"] == "", "no card was asked for"
     starts = {end: len(list((theirs / "runs" / row["run"]).glob("start-*"))) for end, row in rows.items()}
     assert starts == {"well": 1, "again": 3, "dies twice": 3, "fails": 3, "limit": 1, "refused": 1}
 
@@ -400,6 +406,37 @@ def test_a_sweep_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(the
     assert "going on" in done.stdout
     assert [row["state"] for row in results(theirs / "runs")] == ["complete"] * 3
     assert len(list((theirs / "runs").glob("sweep__*"))) == 1
+
+
+@pytest.mark.slow
+def test_random_draws_are_crossed_with_seeds_and_another_limit_does_not_change_them(theirs):
+    pytest.importorskip("ray")
+    words = ["theirs.py", "--rate", "1..3", "--seed", "1", "2", "--samples", "2", "--cpus-per-trial", "0.5"]
+    done = call(theirs, *words, "--price-per-hour", "1", "--max-cost", "5", "--asha", "--grace-steps", "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = results(theirs / "runs")
+    assert Counter(row["state"] for row in rows) == {"complete": 4}
+    assert Counter(row["seed"] for row in rows) == {"1": 2, "2": 2}
+    rates = {float(row["rate"]) for row in rows}
+    assert len(rates) == 2
+    assert all(1 <= rate <= 3 for rate in rates)
+    again = trials_of(f"{theirs}/theirs.py --rate 1..3 --seed 1 2 3 --max-cost 9 --price-per-hour 2", "--samples 2")
+    assert {float(trial["flags"]["--rate"]) for trial in again} == rates
+
+
+@pytest.mark.slow
+def test_optuna_draws_by_the_mean_over_seeds(theirs):
+    pytest.importorskip("ray")
+    words = ["theirs.py", "--rate", "1..3", "--seed", "1", "2", "--samples", "2", "--search", "optuna"]
+    words += ["--price-per-hour", "1", "--max-cost", "5", "--cpus-per-trial", "0.5"]
+    done = call(theirs, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = results(theirs / "runs")
+    assert Counter(row["state"] for row in rows) == {"complete": 4}
+    assert sorted(Counter(row["rate"] for row in rows).values()) == [2, 2]
+    changed = call(theirs, *(word if word != "5" else "6" for word in words))
+    assert changed.returncode == 2
+    assert "goes on with the flags of its first start only" in changed.stderr
 
 
 @pytest.mark.slow
