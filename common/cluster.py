@@ -49,8 +49,6 @@ def connected(address: str | None, revision: str | None = None) -> Iterator[None
             code["env_vars"] = {"SPOTRL_REVISION": revision}
         settings = dict(address=address, runtime_env=code)
         require_listener(address)
-        if (Path.home() / ".ray" / "auth_token").exists():  # Ray itself takes it up for `auto` only
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
     import ray
 
     with own_signals():

@@ -411,7 +411,7 @@ def test_a_sweep_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(the
 @pytest.mark.slow
 def test_random_draws_are_crossed_with_seeds_and_another_limit_does_not_change_them(theirs):
     pytest.importorskip("ray")
-    words = ["theirs.py", "--rate", "1..3", "--seed", "1", "2", "--samples", "2", "--cpus-per-trial", "0.5"]
+    words = ["theirs.py", "--rate", "1.0..3.0", "--seed", "1", "2", "--samples", "2", "--cpus-per-trial", "0.5"]
     done = call(theirs, *words, "--price-per-hour", "1", "--max-cost", "5", "--asha", "--grace-steps", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = results(theirs / "runs")
@@ -420,14 +420,14 @@ def test_random_draws_are_crossed_with_seeds_and_another_limit_does_not_change_t
     rates = {float(row["rate"]) for row in rows}
     assert len(rates) == 2
     assert all(1 <= rate <= 3 for rate in rates)
-    again = trials_of(f"{theirs}/theirs.py --rate 1..3 --seed 1 2 3 --max-cost 9 --price-per-hour 2", "--samples 2")
+    again = trials_of(f"{theirs}/theirs.py --rate 1.0..3.0 --seed 1 2 3 --checkpoint-minutes 3", "--samples 2")
     assert {float(trial["flags"]["--rate"]) for trial in again} == rates
 
 
 @pytest.mark.slow
 def test_optuna_draws_by_the_mean_over_seeds(theirs):
     pytest.importorskip("ray")
-    words = ["theirs.py", "--rate", "1..3", "--seed", "1", "2", "--samples", "2", "--search", "optuna"]
+    words = ["theirs.py", "--rate", "1.0..3.0", "--seed", "1", "2", "--samples", "2", "--search", "optuna"]
     words += ["--price-per-hour", "1", "--max-cost", "5", "--cpus-per-trial", "0.5"]
     done = call(theirs, *words)
     assert done.returncode == 0, done.stdout + done.stderr
