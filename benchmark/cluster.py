@@ -6,10 +6,10 @@
 An iteration is a rollout of `num_steps` steps in every environment, on all nodes at once, and then the update; rollouts
 wait for its weights. With n nodes that makes
 
-    1 / (1 / (n * node) + 1 / learner)          agent steps a second
+    1 / (1 / (n * node) + 1 / network + 1 / learner)          agent steps a second
 
-which nears the learner's own rate and never reaches it. *Saturated* is where a rollout takes no longer than its update,
-n * node >= learner: from there on another node shortens the smaller half of an iteration.
+which nears the rate of learner and network and never reaches it. *Saturated* is where a rollout takes no longer than
+its update, n * node >= learner: from there on another node shortens the smaller part of an iteration.
 
 node: emulators and inference of one node. Measured is an actor, on all cores of the machine of a result file: its
 shares of time in `ppo_atari.py`, between the measured numbers of environments by the model of
@@ -20,9 +20,10 @@ learner: projected from the card's peak with that module's assumptions, 25% of t
 which nobody has checked on a GPU. TF32 where the card has it (the default), fp16 with --amp. The larger batch of more
 nodes spreads the kernels' own time over more steps. Advantages and the way from memory to the card are left out.
 
-Bytes are counted: each agent step brings one frame of 84 x 84 bytes and NUMBERS bytes (action, log-probability, value,
-reward, ends) to the learner, and each node takes the weights once an iteration. Their time is not in the rates: the
-network is taken to carry them beside the rollout. `doctor.py --peer` measures what it carries.
+network: bytes are counted. Each agent step brings one frame of 84 x 84 bytes and NUMBERS bytes (action,
+log-probability, value, reward, ends) to the learner, each environment two stacks a rollout (the first observations, and the last ones in
+its state), and each node takes the weights once an iteration. A share is sent when it is played, and the learner's line
+of GBIT Gbit/s carries nothing else. `doctor.py --peer` measures what it carries.
 """
 
 import argparse
@@ -40,7 +41,9 @@ from benchmark.results import ForeignFile, read
 
 MEASURED = Path(__file__).parent / "results" / "amd-epyc-avx512-2-cores.json"
 CARDS = ("RTX 3090", "V100", "A100")
-FRAME, NUMBERS = 84 * 84, 30  # bytes an agent step
+FRAME, NUMBERS = 84 * 84, 39  # bytes an agent step
+STACKS = 2 * 4 * FRAME  # bytes an environment and rollout
+GBIT = (1.0, 10.0, 25.0)  # Gbit/s of the learner's line
 # of the network of Mnih et al. 2015 with 4 actions and a value; 4 bytes each
 PARAMETERS = (
     (8 * 8 * 4 + 1) * 32 + (4 * 4 * 32 + 1) * 64 + (3 * 3 * 64 + 1) * 64 + (3136 + 1) * 512 + (512 + 1) * (4 + 1)
@@ -78,9 +81,15 @@ class Cluster:
         card = self.model.on(self.cores, tflops)
         return 1e6 / (PPO / card.rate + EPOCHS * MINIBATCHES * card.minibatch / self.batch(nodes))
 
-    def together(self, tflops: float, nodes: int) -> float:
-        """Agent steps a second, rollout and update in turn."""
-        return 1 / (1 / (nodes * self.node) + 1 / self.learner(tflops, nodes))
+    @property
+    def step_bytes(self) -> float:
+        """To the learner, an agent step."""
+        return FRAME + NUMBERS + STACKS / self.num_steps
+
+    def together(self, tflops: float, nodes: int, gbit: float) -> float:
+        """Agent steps a second; rollout, network and update in turn."""
+        network = (self.step_bytes + self.weights(nodes)) * 8e-9 / gbit
+        return 1 / (1 / (nodes * self.node) + network + 1 / self.learner(tflops, nodes))
 
     def saturated(self, tflops: float) -> int | None:
         """The fewest nodes whose rollout takes no longer than the update; None: more than MOST."""
@@ -94,8 +103,9 @@ class Cluster:
 
 def table(cluster: Cluster, gpus: dict[str, dict[str, str]]) -> list[str]:
     lines = [
-        "| learner | takes in alone, steps/s (projected) | nodes that saturate it | together, steps/s (projected) "
-        "| into the learner while a rollout runs | weights out of it, an iteration |",
+        "| learner | takes in alone, steps/s (projected) | nodes that saturate it "
+        f"| together, steps/s (projected), at {', '.join(f'{gbit:g}' for gbit in GBIT)} Gbit/s "
+        "| into the learner, an iteration | weights out of it |",
         "|---|---|---|---|---|---|",
     ]
     for name in CARDS:
@@ -106,10 +116,11 @@ def table(cluster: Cluster, gpus: dict[str, dict[str, str]]) -> list[str]:
             if nodes is None:
                 lines.append(f"| {card} | | more than {MOST} | | | |")
                 continue
-            rate = nodes * cluster.node * (FRAME + NUMBERS)  # bytes a second
+            together = ", ".join(f"{cluster.together(tflops, nodes, gbit):,.0f}" for gbit in GBIT)
+            arrives = cluster.batch(nodes) * cluster.step_bytes / 1e6
             lines.append(
-                f"| {card} | {cluster.learner(tflops, nodes):,.0f} | {nodes} | {cluster.together(tflops, nodes):,.0f} "
-                f"| {rate / 1e6:,.0f} MB/s, {rate * 8e-9:.1f} Gbit/s | {nodes * WEIGHTS / 1e6:,.0f} MB |"
+                f"| {card} | {cluster.learner(tflops, nodes):,.0f} | {nodes} | {together} "
+                f"| {arrives:,.0f} MB | {nodes * WEIGHTS / 1e6:,.0f} MB |"
             )
     return lines
 
@@ -139,7 +150,7 @@ def main() -> None:
     print(f"An actor, {args.envs_per_actor} environments on {result.name()}: {actor:,.0f} agent steps/s of rollout")
     print(f"(measured {result.measured_on}, {args.result.name}; the model's error there: up to {worst:.0%}).")
     print(f"A node of {args.cores} cores, {cluster.actors} actors: {cluster.node:,.0f} agent steps/s, if that many")
-    print(f"actors do not slow each other down. {FRAME + NUMBERS:,} bytes an agent step go to the learner (counted),")
+    print(f"actors do not slow each other down. {cluster.step_bytes:,.0f} bytes an agent step go to the learner,")
     print(
         f"{cluster.weights(1):,.0f} come back as weights: {WEIGHTS / 1e6:.2f} MB to each node an iteration (counted)."
     )

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -36,9 +37,10 @@ def test_the_learner_does_arithmetic_and_launches():
 
 
 def test_rollout_and_update_take_turns():
-    seconds = 1 / (5 * NODES.node) + 1 / NODES.learner(100.0, 5)
-    assert NODES.together(100.0, 5) == pytest.approx(1 / seconds)
-    assert NODES.together(100.0, 5) < min(5 * NODES.node, NODES.learner(100.0, 5))
+    bits = 8 * (7056 + 39 + 2 * 4 * 7056 / 128 + cluster.WEIGHTS / (8 * 4 * 128))
+    seconds = 1 / (5 * NODES.node) + bits / 2e9 + 1 / NODES.learner(100.0, 5)
+    assert NODES.together(100.0, 5, gbit=2.0) == pytest.approx(1 / seconds)
+    assert NODES.together(100.0, 5, gbit=2.0) < min(5 * NODES.node, NODES.learner(100.0, 5))
 
 
 @pytest.mark.parametrize("peak", [15.7, 35.6, 156.0])
@@ -47,7 +49,7 @@ def test_saturated_is_the_first_number_of_nodes_that_keeps_up(peak):
     assert nodes * NODES.node >= NODES.learner(peak, nodes)
     assert (nodes - 1) * NODES.node < NODES.learner(peak, max(nodes - 1, 1))
     # rollout and update are about the same then: half of the learner's own rate
-    assert 0.5 <= NODES.together(peak, nodes) / NODES.learner(peak, nodes) < 0.7
+    assert 0.5 <= NODES.together(peak, nodes, gbit=1e9) / NODES.learner(peak, nodes) < 0.7
 
 
 def test_a_learner_that_no_cluster_feeds_is_said_so():
@@ -64,6 +66,19 @@ def test_bytes_are_those_of_the_network_and_of_a_frame():
     assert sum(parameter.numel() for parameter in agent.parameters()) == cluster.PARAMETERS
     # whatever the number of nodes: each brings its share of the batch and takes the weights once
     assert NODES.weights(1) == NODES.weights(9) == cluster.WEIGHTS / (8 * 4 * 128)
+
+
+def test_numbers_are_those_that_an_actor_sends():
+    from ppo_atari_ray import Actor, Agent
+
+    actor = Actor("ALE/Breakout-v5", 1, 0, 1)
+    actor.reset(1)
+    weights = {name: x.numpy() for name, x in Agent(4).state_dict().items()}
+    share, state = actor.rollout(weights, np.full((2, 1), 0.5, dtype=np.float32))
+    sizes = {name: x.nbytes for name, x in share.items()}
+    assert sizes["frames"] == 2 * cluster.FRAME
+    assert sizes["stacks"] + state["obs"].numpy().nbytes == cluster.STACKS
+    assert sum(sizes.values()) - sizes["frames"] - sizes["stacks"] == 2 * cluster.NUMBERS
 
 
 def run(*flags: str) -> subprocess.CompletedProcess:
