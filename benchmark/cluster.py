@@ -20,10 +20,10 @@ learner: projected from the card's peak with that module's assumptions, 25% of t
 which nobody has checked on a GPU. TF32 where the card has it (the default), fp16 with --amp. The larger batch of more
 nodes spreads the kernels' own time over more steps. Advantages and the way from memory to the card are left out.
 
-network: bytes are counted. Each agent step brings one frame of 84 x 84 bytes and NUMBERS bytes (action,
-log-probability, value, reward, ends) to the learner, each environment two stacks a rollout (the first observations, and the last ones in
-its state), and each node takes the weights once an iteration. A share is sent when it is played, and the learner's line
-of GBIT Gbit/s carries nothing else. `doctor.py --peer` measures what it carries.
+network: bytes are counted. Each agent step brings one frame of 84 x 84 bytes and NUMBERS bytes (action, log-
+probability, value, reward, ends) to the learner, each environment two stacks a rollout (the first observations, and the
+last ones in its state), and each node takes the weights once an iteration. A share is sent when it is played, and the
+learner's line of GBIT Gbit/s carries nothing else. `doctor.py --peer` measures what it carries.
 """
 
 import argparse

@@ -135,6 +135,7 @@ class Actors:
         self.restore_note = ""
         self.lost, self._in_a_row = 0, [0] * len(arguments)
         self._notes: dict[int, Any] = {}  # what replaced actors say of the state that they were given
+        self.share = 0.0  # of the actors that have answered
         self.states: list[Any] = [None] * len(arguments)
         self.actors = [self.actor.remote(*words) for words in arguments]
 
@@ -163,6 +164,7 @@ class Actors:
         asked = {getattr(self.actors[i], method).remote(*words): i for i, words in enumerate(arguments)}
         heard, said = time.monotonic(), False
         while asked:
+            self.share = 1 - len(asked) / len(self.actors)
             done, _ = self.ray.wait(list(asked), timeout=LOOK)
             self.waiting()
             tick()
@@ -216,5 +218,7 @@ class Actors:
         """
         if len(state["actors"]) != len(self.actors):
             raise ValueError(f"the state of {len(state['actors'])} actors, not {len(self.actors)}")
-        notes = self.call("load_state_dict", [(one,) for one in state["actors"]], tick=lambda: self.replay_tick(0.0))
+        notes = self.call(
+            "load_state_dict", [(one,) for one in state["actors"]], tick=lambda: self.replay_tick(self.share)
+        )
         self.restore_note = next(filter(None, notes), "")

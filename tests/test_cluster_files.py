@@ -33,7 +33,7 @@ def objects() -> dict[str, dict]:
 def shipped() -> list[Path]:
     """Everything that a reader may run, apply or paste."""
     kinds = ("*.py", "*.md", "*.yaml", "*.yml", "*.sh", "*.service", "*.toml", "Dockerfile", ".ci/run")
-    folders = (ROOT, ROOT / "common", ROOT / "benchmark", ROOT / "recipes", CLUSTER, ROOT / "docs")
+    folders = (ROOT, ROOT / "common", ROOT / "benchmark", ROOT / "recipes", CLUSTER, ROOT / "docs", ROOT / "examples")
     return sorted({path for folder in folders for kind in kinds for path in folder.glob(kind) if path.is_file()})
 
 
