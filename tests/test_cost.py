@@ -229,7 +229,9 @@ TINY = {
 DOLLAR_A_SECOND = 3600.0
 
 
-@pytest.mark.parametrize("script", TINY)
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[] if name == "ppo_atari" else pytest.mark.slow) for name in TINY]
+)
 def test_a_run_stops_in_time_at_its_limit(tmp_path, script, capsys):
     module = importlib.import_module(script)
     flags = dict(TINY[script], run_name="a", runs_dir=str(tmp_path), price_per_hour=DOLLAR_A_SECOND)

@@ -595,6 +595,7 @@ def test_machines_that_die_soon_after_a_restore_were_not_cut_short_in_it(tmp_pat
             training.run.mirror._with_copy = False  # the last that anybody hears of it
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_a_mirror_later_is_copied_with_its_memory_at_once(tmp_path, monkeypatch, store, capsys):
     train_dqn(tmp_path, "whole", total_timesteps=600)
     with monkeypatch.context() as patch:
@@ -850,6 +851,7 @@ def train_dqn(tmp_path, name: str = "a", **flags):
     return dqn_atari.train(dqn_atari.Args(runs_dir=str(tmp_path), run_name=name, **{**DQN, **flags}))
 
 
+@pytest.mark.slow
 def test_a_replay_memory_travels_in_segments_and_comes_back_bit_for_bit(tmp_path, monkeypatch, store, capsys):
     flags = dict(total_timesteps=1040, prioritized=True)  # the memory goes round more than twice
     puts = []

@@ -179,6 +179,7 @@ common.args.run_script(ppo_atari.Args, ppo_atari.train, "")
 """
 
 
+@pytest.mark.slow
 def test_a_service_that_hangs_at_the_end_does_not_keep_a_complete_run_from_ending(tmp_path):
     command = [sys.executable, "-c", HANGING, "--total-timesteps=32", f"--runs-dir={tmp_path}", *FLAGS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
