@@ -563,6 +563,16 @@ def tune_and_report(
         **where,
     )
     rows = [row_of(trial, bool(stopped)) for trial in analysis.trials]
+    for row in rows:  # what Tune saw last is a second or two older than what the trial did
+        status = read_json(folder.parent / row["run"] / "status.json") if row["state"] == "interrupted" else {}
+        names = {
+            "step": "global_step",
+            "games": "games",
+            "mean_return": "mean_return",
+            "seconds": "seconds",
+            "usd": "usd",
+        }
+        row.update({name: status[key] for name, key in names.items() if status.get(key) is not None})
     order = {trial["name"]: number for number, trial in enumerate(trials)}
     rows.sort(key=lambda row: order.get(row["run"], 0))
     report(rows, labels, folder)
@@ -575,13 +585,22 @@ def tune_and_report(
     if well:
         print("complete: all trials are done" + (" already" if before and before["ended"] == "well" else ""))
         return 0
-    return 3 if states <= {"complete", "stopped early", "limit"} else 1
+    if states <= {"complete", "stopped early", "limit"}:
+        print("stopped at a limit: the same command with a higher one goes on")
+        return 3
+    print("not complete: the states say why, more is in logs/; the same command tries again")
+    return 1
+
+
+def leave(number: int, frame: Any) -> None:
+    print("interrupted before any trial began: the same command begins", flush=True)
+    os._exit(os.EX_TEMPFAIL)
 
 
 def main() -> None:
     for number in SIGNALS:  # until trials begin, from when on they are Tune's
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
+            signal.signal(number, leave)
     try:
         status = sweep(sys.argv[1:])
     except UsageError as error:

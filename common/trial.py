@@ -116,8 +116,9 @@ class Training:
 
     def start(self) -> None:
         words = [sys.executable, self.script, *self.words]
+        threads = str(max(1, int(self.job["cpus"])))
         with self.log.open("a") as log:
-            print("$", shlex.join(words), file=log, flush=True)
+            print(f"$ OMP_NUM_THREADS={threads}", shlex.join(words), file=log, flush=True)
             # a session of its own: Ctrl-C is not for it
             self.process = subprocess.Popen(
                 words,
@@ -125,7 +126,7 @@ class Training:
                 stdout=log,
                 stderr=log,
                 env=os.environ
-                | {"OMP_NUM_THREADS": str(max(1, int(self.job["cpus"])))}
+                | {"OMP_NUM_THREADS": threads}
                 | ({} if self.job["gpus"] else {"CUDA_VISIBLE_DEVICES": ""}),  # Ray leaves them visible
                 start_new_session=True,
                 preexec_fn=die_with_parent,

@@ -12,7 +12,7 @@ MAX_LINES = {
     "ppo_continuous": 400,
     "dqn_atari": 450,
     "ppo_atari_ray": 470,
-    "sweep": 600,
+    "sweep": 620,
     "doctor": 760,
 }
 
