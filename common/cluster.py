@@ -104,7 +104,6 @@ class Actors:
         replay_tick: the same while `load_state_dict` works, with the share of actors that are done.
         restore_note: what the user should know of the last `load_state_dict`, else empty.
         states: of each actor after its last answer.
-        lost: how many were replaced.
     """
 
     def __init__(self, address: str | None, cpus: float, actor: type, arguments: Sequence[tuple]) -> None:
@@ -133,7 +132,7 @@ class Actors:
         self.waiting: Callable[[], None] = lambda: None
         self.replay_tick: Callable[[float], None] = lambda share: None
         self.restore_note = ""
-        self.lost, self._in_a_row = 0, [0] * len(arguments)
+        self._in_a_row = [0] * len(arguments)  # losses of each since its last answer
         self._notes: dict[int, Any] = {}  # what replaced actors say of the state that they were given
         self.share = 0.0  # of the actors that have answered
         self.states: list[Any] = [None] * len(arguments)
@@ -195,7 +194,6 @@ class Actors:
         return self.ray.put(value)
 
     def _replace(self, i: int, error: Exception, say: Callable[[str], None]) -> None:
-        self.lost += 1
         self._in_a_row[i] += 1
         if self._in_a_row[i] > LOST:
             raise WorkerError(

@@ -98,7 +98,7 @@ class Training:
     """The process of one trial, started again as often as it leaves with status 75."""
 
     def __init__(self, job: dict[str, Any], words: list[str], name: str) -> None:
-        """`job`: what all trials share, see `make_job`. `name`: of the run."""
+        """`job`: what all trials share, see `sweep.sweep`. `name`: of the run."""
         # of the copy of the code that this node has; a path that is none of ours is the same everywhere
         self.script = str(ROOT / job["script"])
         self.job, self.name = job, name
