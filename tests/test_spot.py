@@ -3,6 +3,7 @@
 import gc
 import http.server
 import json
+import re
 import threading
 import time
 import tracemalloc
@@ -458,16 +459,14 @@ def test_advice_makes_a_checkpoint_in_a_run_that_goes_on(tmp_path, played, monke
     assert saved[0] == 0 < saved[1] < 640 == saved[2]
 
 
-@pytest.mark.parametrize(("seconds", "warned"), [(0.0, False), (0.5, True)])
-def test_a_save_that_a_notice_is_too_short_for_is_warned_of_once(
-    tmp_path, played, monkeypatch, capsys, seconds, warned
-):
+@pytest.mark.parametrize(("lead", "warned"), [(60.0, False), (8.2, True)])
+def test_a_save_that_a_notice_is_too_short_for_is_warned_of_once(tmp_path, played, monkeypatch, capsys, lead, warned):
     played("gcp")
-    monkeypatch.setattr(common.spot.Google, "lead", 8.2)  # 6 until it is seen, 1 to leave, three times a save
+    monkeypatch.setattr(common.spot.Google, "lead", lead)  # 6 until it is seen, 1 to leave, three times a save
     real = common.checkpoint.pack
 
     def slow(content):
-        time.sleep(seconds)
+        time.sleep(0.5)
         return real(content)
 
     monkeypatch.setattr(common.checkpoint, "pack", slow)
@@ -475,6 +474,6 @@ def test_a_save_that_a_notice_is_too_short_for_is_warned_of_once(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a save took")]
     assert len(lines) == warned
     if warned:
-        assert "a save took 0.5 s" in lines[0]
+        assert float(re.match(r"a save took ([\d.]+) s", lines[0])[1]) >= 0.5
         assert "this cloud gives 8;" in lines[0]
         assert "--checkpoint-minutes" in lines[0]
