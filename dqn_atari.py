@@ -31,12 +31,14 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, free_memory, require_memory, set_numerics
+from common.graphs import adam, captured, compile_cache, compiled, graphs_note
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.replay import Storage, SumTree, bytes_needed, choose_buffer_device, free_disk, require_room
 from common.run import Run
 from common.running import Mean
 from common.spot import SpotWatch
+from common.transfer import Upload, upload
 
 
 @dataclass
@@ -161,7 +163,7 @@ def stacks(memory: Storage, steps: np.ndarray, envs: np.ndarray, ages: np.ndarra
     frames = memory.frames_of(steps[:, None] - back, envs[:, None])
     unused = back > ages[:, None]  # [B, 4]
     if unused.any():
-        frames[torch.from_numpy(unused).to(frames.device)] = 0
+        frames.flatten(0, 1).index_fill_(0, upload(np.flatnonzero(unused), frames.device), 0)
     return frames
 
 
@@ -187,9 +189,9 @@ def gather(memory: Storage, steps: np.ndarray, envs: np.ndarray, gamma: float, n
     next_obs = stacks(memory, last + 1, envs, ages)
     for row in np.flatnonzero(memory.truncations[last % memory.length, envs]):
         # what follows in the memory is the next game
-        next_obs[row, -1] = torch.from_numpy(memory.finals[last[row], envs[row]])
+        next_obs[row, -1] = upload(memory.finals[last[row], envs[row]], next_obs.device)
     actions = memory.actions[steps % memory.length, envs].astype(np.int64)
-    outcome = (torch.from_numpy(x) for x in (actions, returns, discounts))
+    outcome = (upload(x, obs.device) for x in (actions, returns, discounts))
     return Batch(channels_last(obs), *outcome, channels_last(next_obs))
 
 
@@ -316,8 +318,40 @@ def train(args: Args) -> dict[str, Any]:
     q_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
     target_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
     target_network.load_state_dict(q_network.state_dict())
-    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
+    optimizer = adam(q_network.parameters(), args.learning_rate, device, eps=1e-8)
     losses = Mean(len(LOSSES), device=device)
+    upload_frames = Upload(envs.obs.shape, torch.uint8, device)
+
+    # --- the loop's bodies, functions of tensors; what they read beside their inputs stays where it is
+    @torch.no_grad()
+    def policy(obs: torch.Tensor) -> torch.Tensor:
+        with amp.autocast():
+            return q_network(obs).argmax(1)
+
+    def loss_of(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # of a Batch, and weights of prioritised ones
+        batch, weights = Batch(*tensors[:5]), tensors[5] if args.prioritized else None
+        with amp.autocast():
+            with torch.no_grad():
+                td_target = td_targets(args, q_network, target_network, batch)
+            q_values = q_network(batch.obs)
+        return dqn_loss(q_values, batch.actions, td_target, weights)
+
+    def update(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, td_error, stats = loss_of(*tensors)
+        optimizer.zero_grad()
+        amp.scaler.scale(loss).backward()
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        return td_error, stats
+
+    if args.compile:
+        compile_cache(args.runs_dir)
+        some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
+        ones = [torch.ones(args.batch_size, device=device)] * (2 + args.prioritized)
+        policy = compiled(policy, channels_last(upload_frames(envs.obs)))
+        loss_of = compiled(loss_of, some, ones[0].long(), *ones[:2], some, *ones[2:])
+    if args.cuda_graphs:
+        policy, update = captured(device, policy, update)
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "dqn_atari")
@@ -344,6 +378,7 @@ def train(args: Args) -> dict[str, Any]:
             priorities = state["priorities"] = Priorities(memory, args.priority_alpha, args.n_step)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
+        run.terminal.line(graphs_note(args.cuda_graphs, device))
         if not args.save_buffer:
             run.terminal.line(
                 "--no-save-buffer: after an interruption the learner is exact, the memory is filled again"
@@ -363,12 +398,13 @@ def train(args: Args) -> dict[str, Any]:
             actions = torch.randint(num_actions, (args.num_envs,))
             greedy = torch.rand(args.num_envs) >= epsilon
             if greedy.any():
-                with torch.no_grad(), amp.autocast():
-                    q_values = q_network(channels_last(torch.from_numpy(envs.obs)).to(device))
-                actions = torch.where(greedy, q_values.argmax(1).cpu(), actions)
+                best = policy(channels_last(upload_frames(envs.obs)))
+                actions = torch.where(greedy, best.cpu(), actions)
             run.lap("inference")
 
-            next_obs, rewards, terminations, truncations, info = envs.step(actions.numpy())
+            envs.send(actions.numpy())
+            run.drain()  # while the emulators work
+            next_obs, rewards, terminations, truncations, info = envs.recv()
             memory.add(actions.numpy(), np.sign(rewards), terminations, truncations, next_obs, info)
             before = progress.global_step
             progress.global_step += args.num_envs
@@ -387,28 +423,16 @@ def train(args: Args) -> dict[str, Any]:
             before = max(before, args.learning_starts)
             for _ in range(multiples(args.train_frequency, before, progress.global_step) if learning else 0):
                 run.set_phase("update", brief=True)
-                weights = None
+                weights = []
                 if args.prioritized:
                     beta = linear_schedule(args.priority_beta, 1.0, total_timesteps, progress.global_step)
-                    leaves, steps, of_envs, weights = priorities.draw(args.batch_size, beta)
-                    weights = weights.to(device)
+                    leaves, steps, of_envs, *weights = priorities.draw(args.batch_size, beta)
                 else:
                     steps, of_envs = draw(memory, args.batch_size, args.n_step)
                 batch = gather(memory, steps, of_envs, args.gamma, args.n_step)
-                batch = Batch(*(x.to(device) for x in batch))
-                with amp.autocast():
-                    with torch.no_grad():
-                        td_target = td_targets(args, q_network, target_network, batch)
-                    q_values = q_network(batch.obs)
-                loss, td_error, stats = dqn_loss(q_values, batch.actions, td_target, weights)
-
-                optimizer.zero_grad()
-                amp.scaler.scale(loss).backward()
-                amp.scaler.step(optimizer)
-                amp.scaler.update()
-
+                td_error, stats = update(*(upload(x, device) for x in (*batch, *weights)))
                 if args.prioritized:
-                    priorities.update(leaves, td_error)
+                    priorities.update(leaves, td_error)  # waits for a GPU: the next draw needs them
                 losses.add(stats)
                 progress.updates += 1
             if learning and (due := multiples(args.target_network_frequency, before, progress.global_step)):
@@ -421,11 +445,10 @@ def train(args: Args) -> dict[str, Any]:
             # --- logging
             points = multiples(LOG_STEPS, progress.global_step - args.num_envs, progress.global_step)
             if points or progress.global_step == total_timesteps:
-                scalars = {"charts/epsilon": epsilon}
+                means = {}
                 if losses.count:
-                    scalars |= {f"losses/{name}": x for name, x in zip(LOSSES, losses.take(), strict=True)}
-                run.require_finite(scalars)
-                run.log_iteration(scalars, timed=monitor.scalars())
+                    means = {f"losses/{name}": x for name, x in zip(LOSSES, losses.take(), strict=True)}
+                run.log_later(means, {"charts/epsilon": epsilon}, monitor.scalars)
 
         checkpoints.finish()
         envs.close()

@@ -28,10 +28,12 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.graphs import adam, captured, compile_cache, compiled, graphs_note, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
 from common.spot import SpotWatch
+from common.transfer import Upload, upload
 
 
 @dataclass
@@ -132,6 +134,13 @@ class Agent(nn.Module):
         return F.log_softmax(self.actor(hidden).float(), dim=1), self.critic(hidden).flatten().float()
 
 
+def sample(log_probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Actions by an exponential race, which i wins with probability p_i: `[B, A]`, `[B, A]` -> `[B]`. The noise is an
+    input, so that no two replays of a captured graph draw the same.
+    """
+    return (log_probs.exp() / noise).argmax(1)
+
+
 def compute_gae(
     rewards: torch.Tensor,
     terminations: torch.Tensor,
@@ -217,9 +226,9 @@ def ppo_loss(
         return loss, torch.stack([v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
 
 
-def channels_last(frames: np.ndarray) -> torch.Tensor:
+def channels_last(frames: torch.Tensor) -> torch.Tensor:
     """`[N, 4, 84, 84]` -> a view `[N, 84, 84, 4]`, both uint8: moving bytes is far cheaper than moving floats."""
-    return torch.from_numpy(frames).permute(0, 2, 3, 1)
+    return frames.permute(0, 2, 3, 1)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -246,15 +255,55 @@ def train(args: Args) -> dict[str, Any]:
 
     rng = Rng(args.seed, device)
     envs.reset(seed=args.seed)
-    agent = Agent(envs.single_action_space.n).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    num_actions = int(envs.single_action_space.n)
+    agent = Agent(num_actions).to(device, memory_format=torch.channels_last)
+    optimizer = adam(agent.parameters(), args.learning_rate, device, eps=1e-5)
 
     # what the network reads or writes at each step stays on its device, what the emulators report on the CPU
     shape = (args.num_steps, args.num_envs)
+    upload_frames = Upload(envs.obs.shape, torch.uint8, device)
     obs = torch.zeros((args.num_steps + 1, args.num_envs, 84, 84, 4), dtype=torch.uint8, device=device)
     actions = torch.zeros(shape, dtype=torch.int64, device=device)
-    logprobs, values, final_values = (torch.zeros(shape, device=device) for _ in range(3))
-    rewards, terminations, truncations = torch.zeros(shape), torch.zeros(shape).bool(), torch.zeros(shape).bool()
+    logprobs, values, final_values, advantages, returns = (torch.zeros(shape, device=device) for _ in range(5))
+    rewards, terminations, truncations = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool)
+    action_on_cpu = torch.zeros(args.num_envs, dtype=torch.int64, pin_memory=device.type == "cuda")
+    b_obs = obs[:-1].flatten(0, 1)
+    batch = [x.flatten() for x in (actions, logprobs, advantages, returns, values)]  # views, as b_obs
+
+    # --- the loop's bodies, functions of tensors; what they read beside their inputs stays where it is
+    @torch.no_grad()
+    def policy(next_obs: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with amp.autocast():
+            log_probs, value = agent(next_obs)
+        action = sample(log_probs, noise)
+        return action, log_probs.gather(1, action[:, None]).flatten(), value
+
+    def loss_of(mb_inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with amp.autocast():
+            log_probs, newvalue = agent(b_obs.index_select(0, mb_inds))  # b_obs[mb_inds] copies slower
+        return ppo_loss(args, log_probs, newvalue, *(x[mb_inds] for x in batch))
+
+    def update(mb_inds: torch.Tensor) -> torch.Tensor:
+        loss, stats = loss_of(mb_inds)
+        if device.type == "cpu":  # where a large minibatch takes seconds
+            checkpoints.stop_if_asked()
+        optimizer.zero_grad()
+        amp.scaler.scale(loss).backward()
+        amp.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        return stats
+
+    def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute_gae(*outcome, args.gamma, args.gae_lambda)
+
+    if args.compile:
+        compile_cache(args.runs_dir)
+        policy = compiled(policy, obs[0], torch.ones(args.num_envs, num_actions, device=device))
+        loss_of = compiled(loss_of, torch.arange(args.minibatch_size, device=device))
+    if args.cuda_graphs:
+        policy, update, gae = captured(device, policy, update, gae)
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari")
@@ -270,35 +319,35 @@ def train(args: Args) -> dict[str, Any]:
         state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
+        run.terminal.line(graphs_note(args.cuda_graphs, device))
+        obs[-1].copy_(channels_last(upload_frames(envs.obs)))
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
             run.lap("checkpoint")
             frac = 1.0 - progress.global_step / args.total_timesteps if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+            set_learning_rate(optimizer, frac * args.learning_rate)
 
             # --- rollout
             run.set_phase("rollout")
-            obs[0].copy_(channels_last(envs.obs))
+            obs[0].copy_(obs[-1])
+            noise = torch.empty((*shape, num_actions), device=device).exponential_()  # of all steps at once
             for step in range(args.num_steps):
                 checkpoints.stop_if_asked()
-                with torch.no_grad(), amp.autocast():
-                    log_probs, value = agent(obs[step])
-                    action = log_probs.exp().multinomial(1)
-                action_on_cpu = action.flatten().cpu().numpy()
+                action, logprob, value = policy(obs[step], noise[step])
+                action_on_cpu.copy_(action)  # on a GPU the only thing that is waited for
                 run.lap("inference")
 
-                envs.send(action_on_cpu)
+                envs.send(action_on_cpu.numpy())
                 # while the emulators work, and nothing that would take a second core from them
-                actions[step], values[step] = action.flatten(), value
-                logprobs[step] = log_probs.gather(1, action).flatten()
+                run.drain()
+                actions[step], logprobs[step], values[step] = action, logprob, value
                 frames, reward, terminated, truncated, info = envs.recv()
 
-                obs[step + 1].copy_(channels_last(frames))
+                obs[step + 1].copy_(channels_last(upload_frames(frames)))
                 if truncated.any():
                     with torch.no_grad(), amp.autocast():
-                        final_values[step] = agent(channels_last(info["final_obs"]).to(device))[1]
-                rewards[step] = torch.from_numpy(np.sign(reward))
-                terminations[step], truncations[step] = torch.from_numpy(terminated), torch.from_numpy(truncated)
+                        final_values[step] = agent(channels_last(upload_frames(info["final_obs"])))[1]
+                rewards[step], terminations[step], truncations[step] = np.sign(reward), terminated, truncated
                 progress.global_step += args.num_envs
                 run.log_episodes(info)
                 run.tick()
@@ -308,11 +357,8 @@ def train(args: Args) -> dict[str, Any]:
             run.set_phase("update")
             with torch.no_grad(), amp.autocast():
                 next_value = agent(obs[-1])[1]
-            outcome = rewards.to(device), terminations.to(device), truncations.to(device)
-            advantages, returns = compute_gae(*outcome, values, next_value, final_values, args.gamma, args.gae_lambda)
-            b_obs = obs[:-1].flatten(0, 1)
-            b_actions, b_logprobs, b_values = actions.flatten(), logprobs.flatten(), values.flatten()
-            b_advantages, b_returns = advantages.flatten(), returns.flatten()
+            outcome = (upload(x, device) for x in (rewards, terminations, truncations))
+            advantages[:], returns[:] = gae(*outcome, values, next_value, final_values)
 
             # --- update
             losses = torch.zeros(len(LOSSES), device=device)  # sums over minibatches, read once
@@ -320,19 +366,7 @@ def train(args: Args) -> dict[str, Any]:
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):
                     checkpoints.stop_if_asked()
-                    with amp.autocast():
-                        log_probs, newvalue = agent(b_obs.index_select(0, mb_inds))  # b_obs[mb_inds] copies slower
-                    stored = (x[mb_inds] for x in (b_actions, b_logprobs, b_advantages, b_returns, b_values))
-                    loss, stats = ppo_loss(args, log_probs, newvalue, *stored)
-
-                    checkpoints.stop_if_asked()  # a large minibatch takes seconds
-                    optimizer.zero_grad()
-                    amp.scaler.scale(loss).backward()
-                    amp.scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    amp.scaler.step(optimizer)
-                    amp.scaler.update()
-
+                    stats = update(mb_inds)
                     losses += stats
                     num_losses += 1
                     run.tick()
@@ -340,13 +374,12 @@ def train(args: Args) -> dict[str, Any]:
                     break
             progress.updates += num_losses
 
-            # --- logging
-            scalars = {f"losses/{name}": x for name, x in zip(LOSSES, (losses / num_losses).tolist(), strict=True)}
-            run.require_finite(scalars)
-            scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            # --- logging: read when the next step is on its way, or before a checkpoint
+            means = {f"losses/{name}": x for name, x in zip(LOSSES, losses / num_losses, strict=True)}
+            others = {"losses/explained_variance": 1 - (returns - values).var() / returns.var()}
+            others["charts/learning_rate"] = frac * args.learning_rate
             run.lap("learning")
-            run.log_iteration(scalars, timed=monitor.scalars())
+            run.log_later(means, others, monitor.scalars)
 
         checkpoints.finish()
         envs.close()

@@ -36,6 +36,7 @@ from common.cost import Clock
 from common.envs import AtariEnvs, atari_settings
 from common.errors import Interrupted
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.graphs import adam, captured, compile_cache, compiled, graphs_note, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -235,13 +236,13 @@ def ppo_loss(
         return loss, torch.stack([v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac])
 
 
-def channels_last(frames: np.ndarray) -> torch.Tensor:
+def channels_last(frames: torch.Tensor) -> torch.Tensor:
     """`[N, 4, 84, 84]` -> a view `[N, 84, 84, 4]`, both uint8: moving bytes is far cheaper than moving floats."""
-    return torch.from_numpy(frames).permute(0, 2, 3, 1)
+    return frames.permute(0, 2, 3, 1)
 
 
 # what actors send of a rollout, beside the first stacks
-BATCH = ("rewards", "terminations", "truncations", "actions", "logprobs", "values", "final_values")
+BATCH = ("rewards", "terminations", "truncations", "final_values", "actions", "logprobs", "values")
 BATCH += ("frames", "ended", "episode_returns", "episode_lengths")
 
 
@@ -284,7 +285,7 @@ class Actor:
         share |= {name: np.zeros(noise.shape, dtype=np.float32) for name in floats}
         share |= {name: np.zeros(noise.shape, dtype=bool) for name in ("terminations", "truncations", "ended")}
         for step in range(num_steps):
-            log_probs, value = self.agent(channels_last(self.envs.obs))
+            log_probs, value = self.agent(channels_last(torch.from_numpy(self.envs.obs)))
             action = draw(log_probs, torch.from_numpy(noise[step]))
             self.envs.send(action.numpy())
             share["actions"][step], share["values"][step] = action, value
@@ -293,7 +294,7 @@ class Actor:
 
             share["frames"][step] = frames[:, -1]
             if truncated.any():
-                share["final_values"][step] = self.agent(channels_last(info["final_obs"]))[1]
+                share["final_values"][step] = self.agent(channels_last(torch.from_numpy(info["final_obs"])))[1]
             share["rewards"][step] = np.sign(reward)
             share["terminations"][step], share["truncations"][step] = terminated, truncated
             if "_episode" in info:
@@ -359,10 +360,41 @@ def train(args: Args) -> dict[str, Any]:
 
         settings = envs.call("reset", [(args.seed,)] * args.num_actors, tick=stop_if_asked)[0]
     agent = Agent(settings.pop("num_actions")).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = adam(agent.parameters(), args.learning_rate, device, eps=1e-5)
 
     shape = (args.num_steps, args.num_envs)
     obs = torch.zeros((args.num_steps + 1, args.num_envs, 84, 84, 4), dtype=torch.uint8, device=device)
+    actions = torch.zeros(shape, dtype=torch.int64, device=device)
+    logprobs, values, advantages, returns = (torch.zeros(shape, device=device) for _ in range(4))
+    b_obs = obs[:-1].flatten(0, 1)
+    batch = [x.flatten() for x in (actions, logprobs, advantages, returns, values)]  # views, as b_obs
+
+    # --- the loop's bodies, functions of tensors; what they read beside their inputs stays where it is
+    def loss_of(mb_inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with amp.autocast():
+            log_probs, newvalue = agent(b_obs.index_select(0, mb_inds))  # b_obs[mb_inds] copies slower
+        return ppo_loss(args, log_probs, newvalue, *(x[mb_inds] for x in batch))
+
+    def update(mb_inds: torch.Tensor) -> torch.Tensor:
+        loss, stats = loss_of(mb_inds)
+        if device.type == "cpu":  # where a large minibatch takes seconds
+            checkpoints.stop_if_asked()
+        optimizer.zero_grad()
+        amp.scaler.scale(loss).backward()
+        amp.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        return stats
+
+    def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute_gae(*outcome, args.gamma, args.gae_lambda)
+
+    if args.compile:
+        compile_cache(args.runs_dir)
+        loss_of = compiled(loss_of, torch.arange(args.minibatch_size, device=device))
+    if args.cuda_graphs:
+        update, gae = captured(device, update, gae)
 
     config = dict(args=vars(args), env=settings, device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari_ray")
@@ -381,16 +413,18 @@ def train(args: Args) -> dict[str, Any]:
         state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
+        run.terminal.line(graphs_note(args.cuda_graphs, device))
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
             run.lap("checkpoint")
             frac = 1.0 - progress.global_step / args.total_timesteps if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+            set_learning_rate(optimizer, frac * args.learning_rate)
 
             # --- rollout
             run.set_phase("rollout")
             noise = torch.rand(shape).split(args.envs_per_actor, dim=1)
             weights = envs.put({name: x.cpu().numpy() for name, x in agent.state_dict().items()})
+            run.drain()
             shares = envs.call("rollout", [(weights, x.numpy()) for x in noise], run.terminal.line, run.tick)
             run.lap("environment")
 
@@ -406,20 +440,16 @@ def train(args: Args) -> dict[str, Any]:
                     run.log_episodes(
                         {"_episode": stored["ended"][step].numpy(), "episode": {"r": episodic, "l": lengths}}
                     )
-            rewards, terminations, truncations, actions, logprobs, values, final_values = (
-                stored[name].to(device) for name in BATCH[:7]
-            )
+            *outcome, final_values = (stored[name].to(device) for name in BATCH[:4])
+            for x, name in ((actions, "actions"), (logprobs, "logprobs"), (values, "values")):
+                x.copy_(stored[name])
             run.lap("transfer")
 
             # --- advantages
             run.set_phase("update")
             with torch.no_grad(), amp.autocast():
                 next_value = agent(obs[-1])[1]
-            outcome = rewards, terminations, truncations, values, next_value, final_values
-            advantages, returns = compute_gae(*outcome, args.gamma, args.gae_lambda)
-            b_obs = obs[:-1].flatten(0, 1)
-            b_actions, b_logprobs, b_values = actions.flatten(), logprobs.flatten(), values.flatten()
-            b_advantages, b_returns = advantages.flatten(), returns.flatten()
+            advantages[:], returns[:] = gae(*outcome, values, next_value, final_values)
 
             # --- update
             losses = torch.zeros(len(LOSSES), device=device)  # sums over minibatches, read once
@@ -427,19 +457,7 @@ def train(args: Args) -> dict[str, Any]:
             for _ in range(args.update_epochs):
                 for mb_inds in torch.randperm(args.batch_size, device=device).split(args.minibatch_size):
                     checkpoints.stop_if_asked()
-                    with amp.autocast():
-                        log_probs, newvalue = agent(b_obs.index_select(0, mb_inds))  # b_obs[mb_inds] copies slower
-                    stored = (x[mb_inds] for x in (b_actions, b_logprobs, b_advantages, b_returns, b_values))
-                    loss, stats = ppo_loss(args, log_probs, newvalue, *stored)
-
-                    checkpoints.stop_if_asked()  # a large minibatch takes seconds
-                    optimizer.zero_grad()
-                    amp.scaler.scale(loss).backward()
-                    amp.scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                    amp.scaler.step(optimizer)
-                    amp.scaler.update()
-
+                    stats = update(mb_inds)
                     losses += stats
                     num_losses += 1
                     run.tick()
@@ -447,13 +465,12 @@ def train(args: Args) -> dict[str, Any]:
                     break
             progress.updates += num_losses
 
-            # --- logging
-            scalars = {f"losses/{name}": x for name, x in zip(LOSSES, (losses / num_losses).tolist(), strict=True)}
-            run.require_finite(scalars)
-            scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            # --- logging: read when the next step is on its way, or before a checkpoint
+            means = {f"losses/{name}": x for name, x in zip(LOSSES, losses / num_losses, strict=True)}
+            others = {"losses/explained_variance": 1 - (returns - values).var() / returns.var()}
+            others["charts/learning_rate"] = frac * args.learning_rate
             run.lap("learning")
-            run.log_iteration(scalars, timed=monitor.scalars())
+            run.log_later(means, others, monitor.scalars)
 
         checkpoints.finish()
         run.save("agent.pt", agent.state_dict())

@@ -31,12 +31,14 @@ from common.checkpoint import Checkpoints, Rng
 from common.control import ControlEnvs
 from common.cost import Clock
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
+from common.graphs import adam, captured, compile_cache, compiled, graphs_note, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
 from common.running import Normalizer
 from common.spot import SpotWatch
-from common.tiny import clip, compiled, flatten, in_numpy
+from common.tiny import clip, flatten, in_numpy
+from common.transfer import upload
 
 
 @dataclass
@@ -77,8 +79,6 @@ class Args(SharedArgs):
     """largest norm of all gradients together"""
     target_kl: float | None = None
     """stop the epochs of an update when the approximate KL divergence exceeds this"""
-    compile: bool = False
-    """compile the loss and its gradient; takes a C++ compiler, and most of a minute at each start"""
 
     FIXED: ClassVar = (*SharedArgs.FIXED, "num_envs", "num_steps")
 
@@ -272,7 +272,7 @@ def train(args: Args) -> dict[str, Any]:
     envs.reset(seed=args.seed)
     agent = Agent(num_observations, num_actions).to(device)
     weights = flatten(agent)
-    optimizer = torch.optim.Adam([weights], lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = adam([weights], args.learning_rate, device, eps=1e-5)
     normalizer = Normalizer(args.num_envs, num_observations, args.gamma)
     normalizer.observe(envs.obs)
 
@@ -283,18 +283,33 @@ def train(args: Args) -> dict[str, Any]:
     actions = np.zeros((*shape, num_actions), dtype=np.float32)
     rewards, terminations, truncations = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, bool)
 
+    # --- the loop's bodies, functions of tensors; what they read beside their inputs stays where it is
     def loss_of(mb_obs: torch.Tensor, *stored: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         with amp.autocast():
             mean, newvalue = agent(mb_obs)
         return ppo_loss(args, mean, agent.actor_logstd, newvalue, *stored)
 
+    def update(*minibatch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss, mb_stats = loss_of(*minibatch)
+        weights.grad.zero_()
+        amp.scaler.scale(loss).backward()
+        amp.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_([weights], args.max_grad_norm)
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        return mb_stats
+
+    def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compute_gae(*outcome, args.gamma, args.gae_lambda)
+
     if args.compile:
+        compile_cache(args.runs_dir)
         sizes = ((num_observations,), (num_actions,), (), (), (), ())
         loss_of = compiled(loss_of, *(torch.ones(args.minibatch_size, *size, device=device) for size in sizes))
-        weights.grad.zero_()
+    if args.cuda_graphs:
+        update, gae = captured(device, update, gae)
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
-    config["compiled"] = args.compile
     run_name = args.run_name or default_run_name(args, "ppo_continuous")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
     with (
@@ -313,17 +328,19 @@ def train(args: Args) -> dict[str, Any]:
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
         run.terminal.line(envs.note)
+        run.terminal.line(graphs_note(args.cuda_graphs, device))
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
             run.lap("checkpoint")
             frac = 1.0 - progress.global_step / args.total_timesteps if args.anneal_lr else 1.0
-            optimizer.param_groups[0]["lr"] = frac * args.learning_rate
+            set_learning_rate(optimizer, frac * args.learning_rate)
 
             # --- rollout
             run.set_phase("rollout")
             std = agent.actor_logstd.detach().exp()
             noise = (std * torch.randn((*shape, num_actions), device=device)).cpu().numpy()  # of all steps at once
             actor_mean = in_numpy(agent.actor_mean)
+            run.drain()  # a GPU has done all of it by now
             obs[0] = normalizer.observations(envs.obs)
             for step in range(args.num_steps):
                 checkpoints.stop_if_asked()
@@ -346,15 +363,15 @@ def train(args: Args) -> dict[str, Any]:
 
             # --- advantages: the weights have not moved since, so values and log-probabilities come in one batch
             run.set_phase("update")
-            on_device = (obs, actions, rewards, terminations, truncations)
-            t_obs, t_actions, *outcome = (torch.from_numpy(x).to(device) for x in on_device)
+            stored = (obs, actions, final_obs, rewards, terminations, truncations)
+            t_obs, t_actions, t_final_obs, *outcome = (upload(x, device) for x in stored)
             with torch.no_grad(), amp.autocast():
                 means, values = agent(t_obs.flatten(0, 1))
-                final_values = agent.critic(torch.from_numpy(final_obs).to(device)).squeeze(2).float()
+                final_values = agent.critic(t_final_obs).squeeze(2).float()
             b_obs, b_actions = t_obs[:-1].flatten(0, 1), t_actions.flatten(0, 1)
             b_logprobs = log_prob(b_actions, means[: args.batch_size], agent.actor_logstd.detach())
             values, next_value = values[: args.batch_size].view(shape), values[args.batch_size :]
-            advantages, returns = compute_gae(*outcome, values, next_value, final_values, args.gamma, args.gae_lambda)
+            advantages, returns = gae(*outcome, values, next_value, final_values)
             b_values, b_returns = values.flatten(), returns.flatten()
             batch = (b_obs, b_actions, b_logprobs, advantages.flatten(), b_returns, b_values)
 
@@ -365,29 +382,20 @@ def train(args: Args) -> dict[str, Any]:
                 shuffled = (x[mb_inds].split(args.minibatch_size) for x in batch)
                 for minibatch in zip(*shuffled, strict=True):
                     checkpoints.stop_if_asked()
-                    loss, mb_stats = loss_of(*minibatch)
-
-                    weights.grad.zero_()
-                    amp.scaler.scale(loss).backward()
-                    amp.scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_([weights], args.max_grad_norm)
-                    amp.scaler.step(optimizer)
-                    amp.scaler.update()
-
+                    mb_stats = update(*minibatch)
                     stats.append(mb_stats)
                     run.tick()
                 if args.target_kl is not None and loss_stats(args, *mb_stats)[APPROX_KL] > args.target_kl:
                     break
             progress.updates += len(stats)
 
-            # --- logging
-            losses = loss_stats(args, *(torch.stack(x) for x in zip(*stats, strict=True))).tolist()
-            scalars = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=True)}
-            run.require_finite(scalars)
-            scalars["losses/explained_variance"] = (1 - (b_returns - b_values).var() / b_returns.var()).item()
-            scalars["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+            # --- logging: read when the next noise is there, or before a checkpoint
+            losses = loss_stats(args, *(torch.stack(x) for x in zip(*stats, strict=True)))
+            means = {f"losses/{name}": x for name, x in zip(LOSSES, losses, strict=True)}
+            others = {"losses/explained_variance": 1 - (b_returns - b_values).var() / b_returns.var()}
+            others["charts/learning_rate"] = frac * args.learning_rate
             run.lap("learning")
-            run.log_iteration(scalars, timed=monitor.scalars())
+            run.log_later(means, others, monitor.scalars)
 
         checkpoints.finish()
         run.save("agent.pt", agent.state_dict() | {f"normalizer.{k}": x for k, x in normalizer.state_dict().items()})

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from common.errors import Interrupted, LimitReached, SaveError, UsageError, WorkerError
+from common.errors import CaptureError, Interrupted, LimitReached, SaveError, UsageError, WorkerError
 
 
 @dataclass
@@ -40,6 +40,10 @@ class SharedArgs:
     """bit-identical results, on CUDA too"""
     tf32: bool = True
     """TF32 matrix products and convolutions on GPUs that have them"""
+    compile: bool = False
+    """compile the networks with their losses; takes a C++ compiler, and most of a minute at the first start"""
+    cuda_graphs: bool = False
+    """launch a policy step, or an update, as one CUDA graph; rehearsed without a GPU only"""
     resume: str = "auto"
     """auto: go on where an earlier process of this run stopped; never: set its folder aside and start afresh; or a
     checkpoint or run folder to begin from"""
@@ -124,7 +128,7 @@ FLOAT32_MAX = 3.4e38
 
 # Flags that leave the result as it is.
 RESULT_STAYS = {"device", "run_name", "runs_dir", "resume", "checkpoint_minutes", "keep_checkpoints", "keep_every"}
-RESULT_STAYS |= {"compile", "async_envs", "buffer_device", "save_buffer", "gpu_memory_fraction"}
+RESULT_STAYS |= {"compile", "cuda_graphs", "async_envs", "buffer_device", "save_buffer", "gpu_memory_fraction"}
 RESULT_STAYS |= {"address"}
 RESULT_STAYS |= {"price_per_hour", "instance", "spot", "max_cost", "spot_watch", "mirror", "track"}
 IN_THE_NAME = {"env_id", "seed"}
@@ -212,7 +216,7 @@ def run_script(args_class: type[ArgsT], train: Callable[[ArgsT], dict[str, Any]]
         status = os.EX_TEMPFAIL
     except LimitReached:
         status = 3
-    except (FloatingPointError, SaveError, WorkerError) as error:
+    except (FloatingPointError, SaveError, WorkerError, CaptureError) as error:
         print("error:", error, file=sys.stderr)
         status = 1
     # All is written. Python and torch would take most of a second to shut down, and a machine may be gone by then; they

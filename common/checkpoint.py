@@ -421,7 +421,9 @@ class Checkpoints:
             OSError
         """
         began = time.perf_counter()
+        self.run.drain()
         progress = self.snapshot["progress"]
+        progress["scalars"] = self.run.progress.scalars  # the iteration's before the boundary, read since
         step = progress["global_step"]
         for name, owner in self.state.items():
             if isinstance(owner, nn.Module):

@@ -17,5 +17,9 @@ class SaveError(Exception):
     """The end of a run could not be saved: one line, exit status 1."""
 
 
+class CaptureError(Exception):
+    """A function could not be captured as a CUDA graph: one line, exit status 1."""
+
+
 class WorkerError(Exception):
     """A process that simulates an environment has died: one line, exit status 1."""

@@ -24,6 +24,7 @@ import torch
 
 from common.errors import UsageError
 from common.files import sync
+from common.transfer import upload
 
 SEGMENTS = 400  # of the steps that can be sampled
 SPARE = 20  # one slot in so many
@@ -236,7 +237,7 @@ class Storage:
         slot = self.position % self.length
         self.frames[slot] = frame
         if self.readable.device.type != "cpu":
-            self.readable[slot].copy_(torch.from_numpy(self.frames[slot]))
+            self.readable[slot].copy_(upload(self.frames[slot], self.readable.device))
 
     def _complete(self, actions: Any, rewards: Any, terminations: Any) -> None:
         slot = self.position % self.length
@@ -259,8 +260,8 @@ class Storage:
 
     def frames_of(self, steps: np.ndarray, envs: np.ndarray) -> torch.Tensor:
         """`[...]` steps and environments -> `[..., 84, 84]` uint8 on the device of the memory."""
-        rows = torch.from_numpy(steps % self.length * self.num_envs + envs)
-        found = self.readable.flatten(0, 1).index_select(0, rows.flatten().to(self.readable.device))
+        rows = steps % self.length * self.num_envs + envs
+        found = self.readable.flatten(0, 1).index_select(0, upload(rows.flatten(), self.readable.device))
         return found.view(*rows.shape, *FRAME)
 
     # ---- interruption

@@ -169,6 +169,7 @@ class Run:
         self._lap_time = self._last_status = self._last_line = time.perf_counter()
         self._warm: tuple[int, float] | None = None  # step and time from which the speed counts
         self._measured = False  # an iteration has ended since
+        self._later: tuple[dict[str, Any], dict[str, Any], Callable[[], dict[str, float]]] | None = None
         self._started = False
         machine = describe_machine(torch.device(config["device"]))
         self.config = {"script": script, **config, "machine": machine}
@@ -177,7 +178,8 @@ class Run:
         self.machine = {key: machine[key] for key in bits} | {
             "device": torch.device(config["device"]).type,
             "amp_dtype": config["amp_dtype"],
-            "compiled": config.get("compiled", False),
+            "compiled": args.compile,
+            "cuda_graphs": args.cuda_graphs and torch.device(config["device"]).type == "cuda",
         }
         self._new_parent = not self.dir.parent.exists()
         self._lock, self._new, self._old = claim(self.dir, set_aside=args.resume == "never")
@@ -383,6 +385,27 @@ class Run:
         if not np.isfinite(list(losses.values())).all():
             step = self.progress.global_step
             raise FloatingPointError(f"losses are not finite at step {step}: try a lower --learning-rate")
+
+    def log_later(
+        self, losses: dict[str, torch.Tensor], others: dict[str, Any], timed: Callable[[], dict[str, float]]
+    ) -> None:
+        """As `log_iteration`, at the next `drain`: reading a tensor waits for all that a GPU has been told to do, which
+        costs nothing once the next actions were read."""
+        self._later = losses, others, timed
+
+    def drain(self) -> None:
+        """Log what `log_later` was told, if it was. Call when the next step of the environments is on its way;
+        a checkpoint calls it before it is written.
+
+        Raises:
+            FloatingPointError: losses are not finite.
+        """
+        if self._later is None:
+            return
+        (losses, others, timed), self._later = self._later, None
+        scalars = {name: float(x) for name, x in losses.items()}
+        self.require_finite(scalars)
+        self.log_iteration(scalars | {name: float(x) for name, x in others.items()}, timed())
 
     def log_iteration(self, scalars: dict[str, float], timed: dict[str, float] | None = None) -> None:
         """Log one iteration's scalars, with the speed and the shares of wall time.

@@ -82,9 +82,9 @@ class Mean:
         self.sum += x
         self.count += 1
 
-    def take(self) -> list[float]:
+    def take(self) -> torch.Tensor:
         """The means of all since the last call."""
-        means = (self.sum / self.count).tolist()
+        means = self.sum / self.count
         self.sum.zero_()
         self.count = 0
         return means

@@ -10,9 +10,6 @@ import torch
 import torch.nn as nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common.errors import UsageError
-from common.signals import signals_blocked
-
 
 def clip(x: np.ndarray, low: Any, high: Any) -> np.ndarray:
     """`np.clip` takes several times as long for so few numbers."""
@@ -46,20 +43,3 @@ def in_numpy(network: nn.Sequential) -> Callable[[np.ndarray], np.ndarray]:
 
     steps = [step(layer) for layer in copy.deepcopy(network).cpu().requires_grad_(False)]
     return lambda x: functools.reduce(lambda x, step: step(x), steps, x)
-
-
-def compiled(loss_of: Callable[..., tuple[torch.Tensor, Any]], *example: torch.Tensor) -> Callable[..., Any]:
-    """`torch.compile` of a function whose first result is a loss, and of its gradient, done at once for one set of
-    sizes. Signals wait until it is done: they would end the compilers, which are processes of their own.
-
-    Raises:
-        UsageError: it can't be compiled here, for want of a C++ compiler say.
-    """
-    result = torch.compile(loss_of)
-    try:
-        with signals_blocked():
-            result(*example)[0].backward()
-    except (RuntimeError, OSError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"--compile: torch can't compile here: {reason}") from None
-    return result
