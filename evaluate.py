@@ -140,7 +140,7 @@ def ppo_atari_policy(content: dict[str, Any], envs: AtariEnvs, greedy: bool, dev
     agent.load_state_dict(content["agent"])
 
     def act(obs: np.ndarray) -> np.ndarray:
-        log_probs, _ = agent(ppo_atari.channels_last(obs).to(device))
+        log_probs, _ = agent(ppo_atari.channels_last(torch.from_numpy(obs)).to(device))
         actions = log_probs.argmax(1) if greedy else log_probs.exp().multinomial(1).flatten()
         return actions.cpu().numpy()
 

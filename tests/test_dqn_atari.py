@@ -75,8 +75,12 @@ class Corridor:
             frame[:, 16 * cell : 16 * cell + 16] = 200
         return frame
 
-    def step(self, actions: np.ndarray):
+    def send(self, actions: np.ndarray) -> None:
         assert actions.shape == (self.num_envs,)
+        self.sent = actions.copy()
+
+    def recv(self):
+        actions = self.sent
         self.steps += 1
         if self.steps == self.interrupt_at:
             os.kill(os.getpid(), signal.SIGTERM)

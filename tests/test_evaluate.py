@@ -202,7 +202,7 @@ def test_greedy_takes_the_best_action_and_sampled_does_not_always(runs, script):
         torch.manual_seed(0)
         best = evaluate.POLICIES[script](content, envs, True, CPU)(obs)
         drawn = np.stack([evaluate.POLICIES[script](content, envs, False, CPU)(obs) for _ in range(3)])
-        outputs = net(module.channels_last(obs if script == "ppo_atari" else torch.from_numpy(obs)))
+        outputs = net(module.channels_last(torch.from_numpy(obs)))
         outputs = outputs[0] if script == "ppo_atari" else outputs
     assert (best == outputs.argmax(1).numpy()).all()
     if script == "dqn_atari":  # 5% random, a quarter of which is the best one

@@ -120,7 +120,7 @@ def test_a_truncated_game_bootstraps_from_the_value_of_its_last_observation(tmp_
             seen.append(truncations)
             for step in truncations.any(1).nonzero().flatten():
                 with torch.no_grad():
-                    expected = agents[0](ppo_atari.channels_last(last_observations[step]))[1]
+                    expected = agents[0](ppo_atari.channels_last(torch.from_numpy(last_observations[step])))[1]
                 torch.testing.assert_close(final_values[step], expected)
         return real(rewards, terminations, truncations, values, next_value, final_values, *rest)
 
@@ -239,7 +239,9 @@ def test_a_network_of_the_published_size_and_initialisation():
 
 def test_frames_reach_the_network_channels_last():
     frames = np.random.default_rng(0).integers(0, 256, (3, 4, 84, 84), dtype=np.uint8)
-    np.testing.assert_array_equal(ppo_atari.channels_last(frames).numpy(), frames.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(
+        ppo_atari.channels_last(torch.from_numpy(frames)).numpy(), frames.transpose(0, 2, 3, 1)
+    )
 
 
 ONE_SAMPLE = ["--num-envs", "1", "--num-steps", "1", "--num-minibatches", "1"]
