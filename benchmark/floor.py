@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--num-minibatches", type=int, default=4)
     parser.add_argument("--update-epochs", type=int, default=4)
     parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--environment", action="store_true", help="the emulators only")
     args = parser.parse_args()
 
     batch_size = args.num_envs * args.num_steps
@@ -75,7 +76,7 @@ def main() -> None:
     parts = {"environment": Part(lambda: envs.step(random_actions[next(steps) % 997]), args.num_steps, batch_size)}
 
     torch.manual_seed(1)
-    for layout, memory_format in LAYOUTS.items():
+    for layout, memory_format in LAYOUTS.items() if not args.environment else ():
         net = network(num_actions).to(memory_format=memory_format)
         # uint8 in the layout's own order, so that no float has to be moved
         obs = torch.randint(0, 256, (batch_size // args.num_minibatches, 4, 84, 84), dtype=torch.uint8)
@@ -107,6 +108,9 @@ def main() -> None:
     envs.close()
 
     us = {name: part.microseconds() for name, part in parts.items()}
+    if args.environment:
+        print(json.dumps({"sps": 1e6 / us["environment"], "microseconds_per_agent_step": us}))
+        return
     names = ("inference", "in turn", "learning")
     best = {name: min(value for key, value in us.items() if key.startswith(name)) for name in names}
     alone = us["environment"] + best["inference"] + best["learning"]

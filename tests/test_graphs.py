@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 from conftest import read_scalars
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -84,6 +85,19 @@ def graphs(monkeypatch):
 
 def train(script, tmp_path, name: str, **flags):
     return script.train(script.Args(runs_dir=str(tmp_path), run_name=name, **flags))
+
+
+def interrupt_at(patch, script, step: int) -> None:
+    """Let a signal arrive at a step of the next run."""
+    runs, real = [], script.Run.start
+    patch.setattr(script.Run, "start", lambda run, *args, **flags: (runs.append(run), real(run, *args, **flags)))
+
+    class Asking(StopSignals):
+        @property
+        def asked(self):
+            return "the test" if runs and runs[-1].progress.global_step >= step else None
+
+    patch.setattr(script, "StopSignals", Asking)
 
 
 # ---- a graph
@@ -186,16 +200,8 @@ def test_captured_training_ends_with_the_same_bits(name, graphs, tmp_path):
 def test_a_captured_run_is_interrupted_and_goes_on_as_any_other(graphs, tmp_path, monkeypatch):
     train(ppo_atari, tmp_path, "whole", **ATARI)
 
-    class Asking(StopSignals):
-        looks = 0
-
-        @property
-        def asked(self):
-            self.looks += 1
-            return "the test" if self.looks >= 40 else None
-
     with monkeypatch.context() as patch:
-        patch.setattr(ppo_atari, "StopSignals", Asking)
+        interrupt_at(patch, ppo_atari, 60)
         with pytest.raises(Interrupted):
             train(ppo_atari, tmp_path, "pieces", **ATARI, cuda_graphs=True)
     train(ppo_atari, tmp_path, "pieces", **ATARI, cuda_graphs=True)
@@ -231,6 +237,34 @@ def test_a_checkpoint_has_the_losses_of_the_iteration_before_it(tmp_path):
 
 
 # ---- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_continuous", "dqn_atari, all options"])
+def test_compiled_training_agrees_with_plain_and_goes_on_from_it(name, tmp_path, monkeypatch, capsys):
+    """Over some dozens of updates; interrupted half-way it goes on without the compiler, and back."""
+    script, flags, _ = CAPTURED[name]
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    train(script, tmp_path, "plain", **flags)
+    for how in (True, False):
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, script, flags["total_timesteps"] // 2)
+            with pytest.raises(Interrupted):
+                train(script, tmp_path, f"{how}", **flags, compile=how)
+        torch._dynamo.reset()
+        counters["inductor"].clear()
+        train(script, tmp_path, f"{how}", **flags, compile=not how)
+        assert f"compiled {not how} instead of {how}: the learner is exact" in capsys.readouterr().out
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 1  # the process before had compiled it
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert any((tmp_path / ".compile_cache").iterdir())
+    network = "q_network" if script is dqn_atari else "agent"
+    plain, *others = (drill.final_checkpoint(tmp_path / run)[network] for run in ("plain", "True", "False"))
+    for other in others:
+        assert other.keys() == plain.keys()
+        assert not any("_orig_mod" in key for key in other)
+        for key, weight in plain.items():
+            torch.testing.assert_close(other[key], weight, rtol=1e-4, atol=1e-5)
 
 
 def test_the_cache_of_compiled_code_lies_beside_the_runs(tmp_path, monkeypatch):
