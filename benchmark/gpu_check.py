@@ -13,6 +13,7 @@ machine would be, by SIGTERM, and its speed is that of the windows so far.
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shlex
 import signal
@@ -190,7 +191,12 @@ def run(check: Check, out: Path, until: float) -> None:
             log.write(f"\n$ python {shlex.join(command)}\n")
             log.flush()
             process = subprocess.Popen(
-                [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [sys.executable, *words],
+                cwd=ROOT,
+                env={"TORCHINDUCTOR_CACHE_DIR": str(out / "compile_cache"), **os.environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             said, cut = wait(process, left)
             log.write(said)
