@@ -31,7 +31,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, free_memory, require_memory, set_numerics
-from common.graphs import adam, captured, compile_cache, compiled, graphs_note
+from common.graphs import adam, captured, compiled, graphs_note, pick
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.replay import Storage, SumTree, bytes_needed, choose_buffer_device, free_disk, require_room
@@ -273,7 +273,7 @@ def dqn_loss(
     Returns:
         the loss, the errors `[B]`, and what `LOSSES` names, the last two as detached tensors.
     """
-    old_val = q_values.gather(1, actions[:, None]).flatten()
+    old_val = pick(q_values, actions)
     td_error = td_target - old_val
     loss = td_error.square().mean() if weights is None else (weights * td_error.square()).mean()
     return loss, td_error.detach(), torch.stack([loss.detach(), old_val.detach().mean()])
@@ -318,7 +318,7 @@ def train(args: Args) -> dict[str, Any]:
     q_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
     target_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
     target_network.load_state_dict(q_network.state_dict())
-    optimizer = adam(q_network.parameters(), args.learning_rate, device, eps=1e-8)
+    optimizer = adam(q_network.parameters(), args.learning_rate, device, args.cuda_graphs, eps=1e-8)
     losses = Mean(len(LOSSES), device=device)
     upload_frames = Upload(envs.obs.shape, torch.uint8, device)
 
@@ -344,15 +344,6 @@ def train(args: Args) -> dict[str, Any]:
         amp.scaler.update()
         return td_error, stats
 
-    if args.compile:
-        compile_cache(args.runs_dir)
-        some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
-        ones = [torch.ones(args.batch_size, device=device)] * (2 + args.prioritized)
-        policy = compiled(policy, channels_last(upload_frames(envs.obs)))
-        loss_of = compiled(loss_of, some, ones[0].long(), *ones[:2], some, *ones[2:])
-    if args.cuda_graphs:
-        policy, update = captured(device, policy, update)
-
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "dqn_atari")
     total_timesteps = args.total_timesteps // args.num_envs * args.num_envs  # whole steps of all environments
@@ -364,6 +355,13 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
+        if args.compile:
+            some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
+            ones = [torch.ones(args.batch_size, device=device)] * (2 + args.prioritized)
+            policy = compiled(args.runs_dir, policy, channels_last(upload_frames(envs.obs)))
+            loss_of = compiled(args.runs_dir, loss_of, some, ones[0].long(), *ones[:2], some, *ones[2:])
+        if args.cuda_graphs:
+            policy, update = captured(device, policy, update)
         progress = run.progress
         replay_dir = run.dir / Storage.FOLDER if args.save_buffer else None
         # frames lie in the machine's memory too, but where they have files the kernel may take it back

@@ -28,7 +28,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import adam, captured, compile_cache, compiled, graphs_note, set_learning_rate
+from common.graphs import adam, captured, compiled, graphs_note, pick, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -201,7 +201,7 @@ def ppo_loss(
     Returns:
         the loss, and what `LOSSES` names as a detached tensor.
     """
-    newlogprob = log_probs.gather(1, actions[:, None]).flatten()
+    newlogprob = pick(log_probs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()  # one in the first minibatch of the first epoch
 
@@ -257,7 +257,7 @@ def train(args: Args) -> dict[str, Any]:
     envs.reset(seed=args.seed)
     num_actions = int(envs.single_action_space.n)
     agent = Agent(num_actions).to(device, memory_format=torch.channels_last)
-    optimizer = adam(agent.parameters(), args.learning_rate, device, eps=1e-5)
+    optimizer = adam(agent.parameters(), args.learning_rate, device, args.cuda_graphs, eps=1e-5)
 
     # what the network reads or writes at each step stays on its device, what the emulators report on the CPU
     shape = (args.num_steps, args.num_envs)
@@ -276,7 +276,7 @@ def train(args: Args) -> dict[str, Any]:
         with amp.autocast():
             log_probs, value = agent(next_obs)
         action = sample(log_probs, noise)
-        return action, log_probs.gather(1, action[:, None]).flatten(), value
+        return action, pick(log_probs, action), value
 
     def loss_of(mb_inds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with amp.autocast():
@@ -298,13 +298,6 @@ def train(args: Args) -> dict[str, Any]:
     def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return compute_gae(*outcome, args.gamma, args.gae_lambda)
 
-    if args.compile:
-        compile_cache(args.runs_dir)
-        policy = compiled(policy, obs[0], torch.ones(args.num_envs, num_actions, device=device))
-        loss_of = compiled(loss_of, torch.arange(args.minibatch_size, device=device))
-    if args.cuda_graphs:
-        policy, update, gae = captured(device, policy, update, gae)
-
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
@@ -315,6 +308,11 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
+        if args.compile:
+            policy = compiled(args.runs_dir, policy, obs[0], torch.ones(args.num_envs, num_actions, device=device))
+            loss_of = compiled(args.runs_dir, loss_of, torch.arange(args.minibatch_size, device=device))
+        if args.cuda_graphs:
+            policy, update, gae = captured(device, policy, update, gae)
         progress = run.progress
         state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)

@@ -36,7 +36,7 @@ from common.cost import Clock
 from common.envs import AtariEnvs, atari_settings
 from common.errors import Interrupted
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import adam, captured, compile_cache, compiled, graphs_note, set_learning_rate
+from common.graphs import adam, captured, compiled, graphs_note, pick, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -211,7 +211,7 @@ def ppo_loss(
     Returns:
         the loss, and what `LOSSES` names as a detached tensor.
     """
-    newlogprob = log_probs.gather(1, actions[:, None]).flatten()
+    newlogprob = pick(log_probs, actions)
     logratio = newlogprob - logprobs
     ratio = logratio.exp()  # one in the first minibatch of the first epoch
 
@@ -360,7 +360,7 @@ def train(args: Args) -> dict[str, Any]:
 
         settings = envs.call("reset", [(args.seed,)] * args.num_actors, tick=stop_if_asked)[0]
     agent = Agent(settings.pop("num_actions")).to(device, memory_format=torch.channels_last)
-    optimizer = adam(agent.parameters(), args.learning_rate, device, eps=1e-5)
+    optimizer = adam(agent.parameters(), args.learning_rate, device, args.cuda_graphs, eps=1e-5)
 
     shape = (args.num_steps, args.num_envs)
     obs = torch.zeros((args.num_steps + 1, args.num_envs, 84, 84, 4), dtype=torch.uint8, device=device)
@@ -390,12 +390,6 @@ def train(args: Args) -> dict[str, Any]:
     def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return compute_gae(*outcome, args.gamma, args.gae_lambda)
 
-    if args.compile:
-        compile_cache(args.runs_dir)
-        loss_of = compiled(loss_of, torch.arange(args.minibatch_size, device=device))
-    if args.cuda_graphs:
-        update, gae = captured(device, update, gae)
-
     config = dict(args=vars(args), env=settings, device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_atari_ray")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
@@ -409,6 +403,10 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
+        if args.compile:
+            loss_of = compiled(args.runs_dir, loss_of, torch.arange(args.minibatch_size, device=device))
+        if args.cuda_graphs:
+            update, gae = captured(device, update, gae)
         progress = run.progress
         state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)

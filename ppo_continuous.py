@@ -31,7 +31,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.control import ControlEnvs
 from common.cost import Clock
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import adam, captured, compile_cache, compiled, graphs_note, set_learning_rate
+from common.graphs import adam, captured, compiled, graphs_note, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -272,7 +272,7 @@ def train(args: Args) -> dict[str, Any]:
     envs.reset(seed=args.seed)
     agent = Agent(num_observations, num_actions).to(device)
     weights = flatten(agent)
-    optimizer = adam([weights], args.learning_rate, device, eps=1e-5)
+    optimizer = adam([weights], args.learning_rate, device, args.cuda_graphs, eps=1e-5)
     normalizer = Normalizer(args.num_envs, num_observations, args.gamma)
     normalizer.observe(envs.obs)
 
@@ -302,13 +302,6 @@ def train(args: Args) -> dict[str, Any]:
     def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return compute_gae(*outcome, args.gamma, args.gae_lambda)
 
-    if args.compile:
-        compile_cache(args.runs_dir)
-        sizes = ((num_observations,), (num_actions,), (), (), (), ())
-        loss_of = compiled(loss_of, *(torch.ones(args.minibatch_size, *size, device=device) for size in sizes))
-    if args.cuda_graphs:
-        update, gae = captured(device, update, gae)
-
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
     run_name = args.run_name or default_run_name(args, "ppo_continuous")
     total_timesteps = args.total_timesteps // args.batch_size * args.batch_size  # whole rollouts
@@ -322,6 +315,12 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
+        if args.compile:
+            sizes = ((num_observations,), (num_actions,), (), (), (), ())
+            example = (torch.ones(args.minibatch_size, *size, device=device) for size in sizes)
+            loss_of = compiled(args.runs_dir, loss_of, *example)
+        if args.cuda_graphs:
+            update, gae = captured(device, update, gae)
         progress = run.progress
         owners = dict(agent=agent, optimizer=optimizer, amp=amp, normalizer=normalizer, envs=envs, rng=rng)
         state = dict(progress=progress, **owners)

@@ -167,9 +167,10 @@ def install(wheels: Path) -> None:
         if there is None or (there != version and name != "torch"):
             missing.append(line)
     if missing:
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels), *missing]
-        print("$", shlex.join(command), flush=True)
-        subprocess.run(command, check=True)
+        command = ["-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels), *missing]
+        print("$ python", shlex.join(command), flush=True)
+        if status := subprocess.run([sys.executable, *command]).returncode:
+            sys.exit(f"error: --wheels {wheels}: pip ended with status {status}")
 
 
 def run(check: Check, out: Path, until: float) -> None:
@@ -198,7 +199,12 @@ def run(check: Check, out: Path, until: float) -> None:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            said, cut = wait(process, left)
+            try:
+                said, cut = wait(process, left)
+            except BaseException:  # Ctrl-C
+                process.terminate()
+                wait(process, LEAVING)
+                raise
             log.write(said)
         check.result["seconds"] = time.monotonic() - began
         status = process.returncode
@@ -265,11 +271,14 @@ def table(checks: list[Check]) -> list[str]:
     return lines
 
 
+def chosen(part: str, args: argparse.Namespace) -> list[Check]:
+    checks = PARTS[part](args.device, args.quick)
+    return [check for check in checks if not args.only or any(words in check.name for words in args.only)]
+
+
 def check_part(part: str, args: argparse.Namespace) -> bool:
     """Whether all of it went well."""
-    checks = PARTS[part](args.device, args.quick)
-    if args.only:
-        checks = [check for check in checks if any(words in check.name for words in args.only)]
+    checks = chosen(part, args)
     print(f"== {part}: {len(checks)} commands", flush=True)
     until = time.monotonic() + 60 * args.minutes
     for check in checks:
@@ -303,25 +312,33 @@ def main() -> int:
         refuse(f"{unknown[0]}: must be one of {', '.join(PARTS)}")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         refuse(f"--device {args.device}: must be cpu, cuda or cuda:N")
-    if args.minutes <= 0:
-        refuse("--minutes must be positive")
-    if args.wheels and not args.wheels.is_dir():
-        refuse(f"--wheels {args.wheels}: no such folder")
-    try:
-        args.out = args.out.absolute()
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--out {args.out}: {error.strerror}")
+    parts = [part for part in dict.fromkeys(args.parts or PARTS) if chosen(part, args)]
+    if not parts:
+        names = [check.name for part in args.parts or PARTS for check in PARTS[part](args.device, args.quick)]
+        refuse(f"--only {' '.join(args.only)}: none of {'; '.join(names)}")
+    if not 0 < args.minutes < 1e6:
+        refuse(f"--minutes {args.minutes}: must be positive")
     if args.wheels:
+        if not args.wheels.is_dir():
+            refuse(f"--wheels {args.wheels}: no such folder")
         install(args.wheels)
     if args.device != "cpu":
         import torch
 
         if not torch.cuda.is_available():
             refuse(f"--device {args.device}: torch {torch.__version__} sees no GPU; --device cpu rehearses")
-    good = [check_part(part, args) for part in args.parts or PARTS]
+    try:
+        args.out = args.out.absolute()
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        refuse(f"--out {args.out}: {error.strerror}")
+    good = [check_part(part, args) for part in parts]
     return 0 if all(good) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -30,8 +30,10 @@ def choose_device(name: str, memory_fraction: float | None = None) -> torch.devi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's pages about old drivers and cards, which one line says here
         device = _choose_device(name)
-    if device.type == "cuda" and memory_fraction is not None:
-        torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # whose streams and events are taken where none is named
+        if memory_fraction is not None:
+            torch.cuda.set_per_process_memory_fraction(memory_fraction, device)
     return device
 
 

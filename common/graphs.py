@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import os
 import platform
+import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,17 +23,23 @@ from torch.utils._pytree import tree_map
 from common.errors import CaptureError, UsageError
 from common.signals import signals_blocked
 
+CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # the user's word: torch itself sets it when it looks
 
-def adam(parameters: Iterable[nn.Parameter], learning_rate: float, device: torch.device, eps: float) -> Any:
+
+def adam(
+    parameters: Iterable[nn.Parameter], learning_rate: float, device: torch.device, cuda_graphs: bool, eps: float
+) -> torch.optim.Adam:
     """Fused Adam whose learning rate is a tensor that stays where it is, after a restore too: a captured step goes on
     with what `set_learning_rate` puts there."""
-    lr, capturable = torch.tensor(learning_rate, device=device), device.type == "cuda"
+    lr, capturable = torch.tensor(learning_rate, device=device), cuda_graphs and device.type == "cuda"
+    if capturable:  # the steps before the capture are no mistake
+        warnings.filterwarnings("ignore", message=".*constructed with capturable=True")
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=eps, fused=True, capturable=capturable)
 
     def keep_in_place(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             lr.copy_(torch.as_tensor(group["lr"]))
-            group.update(lr=lr, capturable=capturable)  # the checkpoint may be another device's
+            group.update(lr=lr, capturable=capturable)  # another process's, maybe without a GPU
 
     optimizer.register_load_state_dict_post_hook(keep_in_place)
     return optimizer
@@ -42,28 +50,38 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"].fill_(learning_rate)
 
 
+def pick(x: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    """`x[b, actions[b]]`: `[B, A]` and `[B]` -> `[B]`. The gradient of a `gather`, where it has to be deterministic, is
+    an `index_put` that in some versions of torch waits for the GPU (_scatter_via_index_put in its
+    TensorAdvancedIndexing.cpp), and can't be captured then."""
+    return torch.where(actions[:, None] == torch.arange(x.shape[1], device=x.device), x, 0.0).sum(1)
+
+
 # ---- compiled
 
 
-def compile_cache(runs_dir: str) -> None:
-    """Keep compiled code beside the runs, `<runs_dir>/.compile_cache`, where it outlives the process and, if the folder
-    does, the machine. TORCHINDUCTOR_CACHE_DIR says otherwise. A folder for each kind of processor, as code that was
-    built for one may end another one's process with SIGILL."""
+def compile_cache(runs_dir: str) -> Path:
+    """Where compiled code is kept beside the runs, `<runs_dir>/.compile_cache`, so that it outlives the process and, if
+    that folder does, the machine. A folder for each kind of processor, as code that was built for one may end another
+    one's process with SIGILL."""
     words = [platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         words += [next(line for line in lines if line.lower().startswith(("flags", "features")))]
     kind = hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(runs_dir).absolute() / ".compile_cache" / kind))
+    return Path(runs_dir).absolute() / ".compile_cache" / kind
 
 
-def compiled(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
+def compiled(runs_dir: str, function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
     """`torch.compile` of a function, and of its gradient if its first result has one, done at once for one set of
     sizes. Signals wait until it is done: they would end the compilers, which are processes of their own.
 
     Raises:
         UsageError: it can't be compiled here, for want of a C++ compiler say.
     """
+    cache = compile_cache(runs_dir)
+    new = CACHE is None and not cache.parent.exists()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE or str(cache)
     result = torch.compile(function)
     try:
         with signals_blocked():
@@ -71,6 +89,8 @@ def compiled(function: Callable[..., Any], *example: torch.Tensor) -> Callable[.
             if first.requires_grad:
                 first.backward()
     except (RuntimeError, OSError) as error:
+        if new:
+            shutil.rmtree(cache.parent, ignore_errors=True)
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UsageError(f"--compile: torch can't compile here: {reason}") from None
     return result

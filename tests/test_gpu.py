@@ -19,6 +19,9 @@ def play_gpu(monkeypatch, capability=(8, 0), archs=("sm_70", "sm_80", "sm_90"), 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
 
 
 def test_auto_takes_the_gpu_if_there_is_one(monkeypatch):
@@ -27,6 +30,12 @@ def test_auto_takes_the_gpu_if_there_is_one(monkeypatch):
     assert choose_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
+
+
+def test_the_chosen_gpu_is_the_one_whose_streams_are_taken(monkeypatch):
+    chosen = play_gpu(monkeypatch, count=2)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_a_second_gpu_that_is_not_there(monkeypatch):

@@ -4,11 +4,10 @@ did besides is not done again, and an operation that would wait for the GPU can'
 
 import contextlib
 import itertools
-import os
 
 import pytest
 import torch
-from conftest import read_scalars
+from conftest import read_scalars, run_script
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -151,7 +150,7 @@ def test_what_waits_for_the_gpu_cannot_be_captured_and_is_said_in_one_line(graph
 
 def test_the_learning_rate_stays_one_tensor_after_a_restore_too():
     device, weight = torch.device("cpu"), torch.nn.Parameter(torch.ones(3))
-    optimizer = adam([weight], 0.5, device, eps=1e-5)
+    optimizer = adam([weight], 0.5, device, False, eps=1e-5)
     lr = optimizer.param_groups[0]["lr"]
     set_learning_rate(optimizer, 0.25)
     assert lr.item() == 0.25
@@ -244,7 +243,7 @@ def test_a_checkpoint_has_the_losses_of_the_iteration_before_it(tmp_path):
 def test_compiled_training_agrees_with_plain_and_goes_on_from_it(name, tmp_path, monkeypatch, capsys):
     """Over some dozens of updates; interrupted half-way it goes on without the compiler, and back."""
     script, flags, _ = CAPTURED[name]
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(common.graphs, "CACHE", None)
     train(script, tmp_path, "plain", **flags)
     for how in (True, False):
         with monkeypatch.context() as patch:
@@ -267,14 +266,34 @@ def test_compiled_training_agrees_with_plain_and_goes_on_from_it(name, tmp_path,
             torch.testing.assert_close(other[key], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_the_cache_of_compiled_code_lies_beside_the_runs(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    compile_cache(str(tmp_path / "runs"))
-    first = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    assert first.startswith(str(tmp_path / "runs" / ".compile_cache"))
-    compile_cache("elsewhere")  # the user's word, or this process's own, stays
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == first
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+def test_the_cache_of_compiled_code_is_of_one_kind_of_processor(tmp_path, monkeypatch):
+    first = compile_cache(str(tmp_path / "runs"))
+    assert first.parent == tmp_path / "runs" / ".compile_cache"
     monkeypatch.setattr(common.graphs.torch.backends.cpu, "get_cpu_capability", lambda: "another")
-    compile_cache(str(tmp_path / "runs"))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != first  # another processor's
+    assert compile_cache(str(tmp_path / "runs")) != first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True])
+def test_a_process_keeps_compiled_code_beside_the_runs_or_where_it_is_told(given, tmp_path, monkeypatch):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if given:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "given"))
+    flags = [
+        "--num-steps",
+        "64",
+        "--num-minibatches",
+        "4",
+        "--total-timesteps",
+        "64",
+        "--env-id",
+        "InvertedPendulum-v5",
+    ]
+    done = run_script("ppo_continuous.py", "--compile", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    cache = tmp_path / "given" if given else tmp_path / "runs" / ".compile_cache"
+    assert list(cache.rglob("*.so"))
+    assert not list((tmp_path / "tmp").rglob("*.so"))
+    assert (tmp_path / "runs" / ".compile_cache").exists() is not given

@@ -101,6 +101,50 @@ def test_one_seed_gives_identical_scalars_and_weights_and_another_seed_others(tm
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+def test_actions_are_drawn_anew_for_what_the_emulators_show(tmp_path, monkeypatch):
+    inputs, drawn = [], []
+
+    class WatchedAgent(Agent):
+        def forward(self, x):
+            inputs.append(x.clone())
+            return super().forward(x)
+
+    class WatchedEnvs(ppo_atari.AtariEnvs):
+        def send(self, actions):
+            np.testing.assert_array_equal(inputs[-1].numpy(), self.obs.transpose(0, 2, 3, 1))
+            drawn.extend(actions.tolist())
+            super().send(actions)
+
+    monkeypatch.setattr(ppo_atari, "Agent", WatchedAgent)
+    monkeypatch.setattr(ppo_atari, "AtariEnvs", WatchedEnvs)
+    train(tmp_path, "a", learning_rate=1e-9)
+    assert len(drawn) == 128
+    assert min(np.bincount(drawn, minlength=4)) > 12  # of 32 expected: the policy is almost uniform at the start
+
+
+def test_learning_sees_each_sample_of_the_rollout_once_an_epoch(tmp_path, monkeypatch):
+    estimated, learned = [], []
+    real_gae, real_loss = ppo_atari.compute_gae, ppo_atari.ppo_loss
+
+    def watched_gae(*outcome):
+        estimated.append([x.clone().flatten() for x in (*real_gae(*outcome), outcome[3])])
+        return real_gae(*outcome)
+
+    def watched_loss(args, log_probs, newvalue, actions, logprobs, *rest):
+        learned.append([x.clone() for x in rest])
+        return real_loss(args, log_probs, newvalue, actions, logprobs, *rest)
+
+    monkeypatch.setattr(ppo_atari, "compute_gae", watched_gae)
+    monkeypatch.setattr(ppo_atari, "ppo_loss", watched_loss)
+    train(tmp_path, "a", update_epochs=1)
+    assert len(estimated) == 2
+    for i, rollout in enumerate(estimated):
+        minibatches = zip(*learned[2 * i : 2 * i + 2], strict=True)
+        for x, parts in zip(rollout, minibatches, strict=True):  # advantages, returns, values
+            assert torch.equal(x.sort().values, torch.cat(parts).sort().values)
+            assert x.std() > 0
+
+
 def test_a_truncated_game_bootstraps_from_the_value_of_its_last_observation(tmp_path, monkeypatch):
     last_observations, agents, seen = [], [], []
 
