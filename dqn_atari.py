@@ -357,9 +357,9 @@ def train(args: Args) -> dict[str, Any]:
             return run.summary()
         if args.compile:
             some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
-            ones = [torch.ones(args.batch_size, device=device)] * (2 + args.prioritized)
+            ones = torch.ones((2 + args.prioritized, args.batch_size), device=device)
             policy = compiled(args.runs_dir, policy, channels_last(upload_frames(envs.obs)))
-            loss_of = compiled(args.runs_dir, loss_of, some, ones[0].long(), *ones[:2], some, *ones[2:])
+            loss_of = compiled(args.runs_dir, loss_of, some, ones[0].long(), *ones[:2], some.clone(), *ones[2:])
         if args.cuda_graphs:
             policy, update = captured(device, policy, update)
         progress = run.progress

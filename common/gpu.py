@@ -113,11 +113,18 @@ def free_memory(device: torch.device) -> int:
 
 
 def set_numerics(deterministic: bool, tf32: bool) -> None:
-    """Determinism and TF32 for this process. Call before the first CUDA operation."""
+    """Determinism and TF32 for this process. Call before the first CUDA operation.
+
+    Raises:
+        UsageError: torch has no folder for compiled code, which it makes here even if nothing is compiled.
+    """
     if deterministic:
         # https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    try:
+        torch.use_deterministic_algorithms(deterministic)
+    except OSError as error:
+        raise UsageError(f"TORCHINDUCTOR_CACHE_DIR: cannot make {error.filename}: {error.strerror}") from None
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and hides nothing here
     torch.backends.cudnn.benchmark = not deterministic
     precision = "tf32" if tf32 else "ieee"

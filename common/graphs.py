@@ -91,7 +91,8 @@ def compiled(runs_dir: str, function: Callable[..., Any], *example: torch.Tensor
     except (RuntimeError, OSError) as error:
         if new:
             shutil.rmtree(cache.parent, ignore_errors=True)
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        said = getattr(error, "output", "") or str(error)  # of the compiler
+        reason = next((line for line in said.splitlines() if line.strip()), type(error).__name__)
         raise UsageError(f"--compile: torch can't compile here: {reason}") from None
     return result
 
