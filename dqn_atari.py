@@ -31,7 +31,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, free_memory, require_memory, set_numerics
-from common.graphs import adam, captured, compiled, graphs_note, pick
+from common.graphs import COMPILING, adam, captured, compiled, graphs_note, pick
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.replay import Storage, SumTree, bytes_needed, choose_buffer_device, free_disk, require_room
@@ -356,6 +356,7 @@ def train(args: Args) -> dict[str, Any]:
         if run.complete:
             return run.summary()
         if args.compile:
+            run.terminal.line(COMPILING)
             some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
             ones = torch.ones((2 + args.prioritized, args.batch_size), device=device)
             policy = compiled(args.runs_dir, policy, channels_last(upload_frames(envs.obs)))

@@ -36,7 +36,7 @@ from common.cost import Clock
 from common.envs import AtariEnvs, atari_settings
 from common.errors import Interrupted
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import adam, captured, compiled, graphs_note, pick, set_learning_rate
+from common.graphs import COMPILING, adam, captured, compiled, graphs_note, pick, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -404,6 +404,7 @@ def train(args: Args) -> dict[str, Any]:
         if run.complete:
             return run.summary()
         if args.compile:
+            run.terminal.line(COMPILING)
             loss_of = compiled(args.runs_dir, loss_of, torch.arange(args.minibatch_size, device=device))
         if args.cuda_graphs:
             update, gae = captured(device, update, gae)

@@ -31,7 +31,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.control import ControlEnvs
 from common.cost import Clock
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import adam, captured, compiled, graphs_note, set_learning_rate
+from common.graphs import COMPILING, adam, captured, compiled, graphs_note, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -316,6 +316,7 @@ def train(args: Args) -> dict[str, Any]:
         if run.complete:
             return run.summary()
         if args.compile:
+            run.terminal.line(COMPILING)
             sizes = ((num_observations,), (num_actions,), (), (), (), ())
             example = (torch.ones(args.minibatch_size, *size, device=device) for size in sizes)
             loss_of = compiled(args.runs_dir, loss_of, *example)

@@ -60,6 +60,9 @@ def pick(x: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
 # ---- compiled
 
 
+COMPILING = "compiling, a minute at the most: an interruption waits for its end"
+
+
 def compile_cache(runs_dir: str) -> Path:
     """Where compiled code is kept beside the runs, `<runs_dir>/.compile_cache`, so that it outlives the process and, if
     that folder does, the machine. A folder for each kind of processor, as code that was built for one may end another

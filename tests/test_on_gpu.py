@@ -72,8 +72,7 @@ def test_nothing_in_the_loop_waits_for_the_gpu_but_reading_actions(how, tmp_path
             ppo_atari, tmp_path, "a", **(flags | how | dict(device=DEVICE, total_timesteps=144, checkpoint_minutes=0))
         )
     torch.cuda.set_sync_debug_mode("default")
-    lines = {
-        linecache.getline(one.filename, one.lineno).strip() for one in caught if "called a synchronizing" in str(one.message)
-    }
+    waits = [one for one in caught if "called a synchronizing" in str(one.message)]
+    lines = {linecache.getline(one.filename, one.lineno).strip() for one in waits}
     assert any("action_on_cpu.copy_" in line for line in lines)
     assert [line for line in lines if "action_on_cpu.copy_" not in line and "float(x)" not in line] == []
