@@ -35,6 +35,7 @@ FREE = ["--no-torch-deterministic"]  # what speed is measured with
 FAST = {"eager": [], "compiled": ["--compile"], "graphs": ["--cuda-graphs"], "both": ["--compile", "--cuda-graphs"]}
 TUNED = ["--num-steps", "32", "--learning-rate", "5e-4", "--amp"]  # README's, with 64 environments
 LEAVING = 30.0  # seconds for a command to end after SIGTERM
+LEAST = 5.0  # seconds that are worth beginning a command for
 
 
 @dataclass
@@ -186,7 +187,7 @@ def run(check: Check, out: Path, until: float) -> None:
     """Run a command until it ends or its time does, and note what became of it."""
     left = until - time.monotonic() - LEAVING
     print("$ python", shlex.join(check.command), flush=True)
-    if left < 5:
+    if left < LEAST:
         check.result["error"] = "no time left: run the part again with more --minutes, or with --only"
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +211,8 @@ def run(check: Check, out: Path, until: float) -> None:
             )
             try:
                 said, cut = wait(process, left)
-            except BaseException:  # Ctrl-C
+            except BaseException:  # Ctrl-C, SIGTERM
+                check.result["error"] = "interrupted"
                 process.terminate()
                 wait(process, LEAVING)
                 raise
@@ -286,6 +288,12 @@ def table(checks: list[Check]) -> list[str]:
     return lines
 
 
+def folder(words: str) -> Path:
+    if not words:
+        raise argparse.ArgumentTypeError("must name a folder")
+    return Path(words)
+
+
 def chosen(part: str, args: argparse.Namespace) -> list[Check]:
     checks = PARTS[part](args.device, args.quick)
     return [check for check in checks if not args.only or any(words in check.name for words in args.only)]
@@ -296,11 +304,17 @@ def check_part(part: str, args: argparse.Namespace) -> bool:
     checks = chosen(part, args)
     print(f"== {part}: {len(checks)} commands", flush=True)
     until = time.monotonic() + 60 * args.minutes
-    for check in checks:
-        run(check, args.out, until)
-        if check.failed:
-            print(f"error: {check.result['error']}", file=sys.stderr, flush=True)
+    try:
+        for check in checks:
+            run(check, args.out, until)
+            if check.failed:
+                print(f"error: {check.result['error']}", file=sys.stderr, flush=True)
+    finally:
+        report(part, args, [check for check in checks if check.result])  # what there is, after Ctrl-C too
+    return not any(check.failed for check in checks)
 
+
+def report(part: str, args: argparse.Namespace, checks: list[Check]) -> None:
     from benchmark.run import describe
     from common.files import write_json
 
@@ -308,7 +322,6 @@ def check_part(part: str, args: argparse.Namespace) -> bool:
     content = {"part": part, "device": args.device, "quick": args.quick, "machine": describe(), "checks": lines}
     write_json(args.out / f"{part}{'-some' if args.only else ''}.json", content)
     print("\n".join(table(checks)), flush=True)
-    return not any(check.failed for check in checks)
 
 
 def main() -> int:
@@ -320,8 +333,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="as little as possible of each")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="commands whose names contain one of these")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each part")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what is missing")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmark" / "out" / "gpu_check", help="folder of results")
+    parser.add_argument("--wheels", type=folder, help="folder of wheels for what is missing")
+    parser.add_argument(
+        "--out", type=folder, default=ROOT / "benchmark" / "out" / "gpu_check", help="folder of results"
+    )
     args = parser.parse_args()
     if unknown := [part for part in args.parts if part not in PARTS]:
         refuse(f"{unknown[0]}: must be one of {', '.join(PARTS)}")
@@ -353,6 +368,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the command that runs is ended on the way out
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from common.errors import CaptureError, UsageError
 from common.signals import signals_blocked
 
-CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # the user's word: torch itself sets it when it looks
+CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or None  # the user's word: torch itself sets it when it looks
 
 
 def adam(
@@ -94,7 +94,7 @@ def compiled(runs_dir: str, function: Callable[..., Any], *example: torch.Tensor
     except (RuntimeError, OSError) as error:
         if new:
             shutil.rmtree(cache.parent, ignore_errors=True)
-        said = getattr(error, "output", "") or str(error)  # of the compiler
+        said = getattr(getattr(error, "inner_exception", error), "output", "") or str(error)  # the compiler's own words
         reason = next((line for line in said.splitlines() if line.strip()), type(error).__name__)
         raise UsageError(f"--compile: torch can't compile here: {reason}") from None
     return result

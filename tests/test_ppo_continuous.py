@@ -619,13 +619,18 @@ def test_the_drill_passes(tmp_path, env_id):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_compile_is_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "/nowhere/c++")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+@pytest.mark.parametrize(("compiler", "reason"), [("none", "InvalidCxxCompiler: "), ("broken", "no such header\n")])
+def test_without_a_compiler_compile_is_refused_in_one_line(compiler, reason, tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\ncase "$*" in *--version*) echo c++ 1;; *) echo no such header >&2; exit 1;; esac\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / compiler))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     (tmp_path / "work").mkdir()
     done = run_script("ppo_continuous.py", "--compile", cwd=tmp_path / "work")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --compile: torch can't compile here: ")
+    assert done.stderr.startswith(f"error: --compile: torch can't compile here: {reason}")
     assert done.stderr.count("\n") == 1
     assert list((tmp_path / "work").iterdir()) == []
 
