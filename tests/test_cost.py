@@ -253,6 +253,7 @@ def test_a_run_stops_in_time_at_its_limit(tmp_path, script, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_limit_is_status_3_at_once_the_second_time_and_a_higher_one_goes_on(tmp_path):
     flags = ["--env-id", "Pendulum-v1", "--num-steps", "64", "--num-minibatches", "2"]
     flags += ["--run-name", "a", "--runs-dir", str(tmp_path), "--price-per-hour", str(DOLLAR_A_SECOND), "--max-cost"]

@@ -278,6 +278,7 @@ def image(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_images_torch_is_not_installed_again_and_the_rest_is(image):
     assert len(image["torch"]) > 1000
     for path, was in image["torch"].items():
@@ -293,6 +294,7 @@ def test_the_images_torch_is_not_installed_again_and_the_rest_is(image):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_image_without_a_command_says_what_it_can(image):
     command = [*only("ENTRYPOINT").value, *only("CMD").value]
     done = subprocess.run(command, cwd=image["folder"], env=image["env"], capture_output=True, text=True)
@@ -301,6 +303,7 @@ def test_the_image_without_a_command_says_what_it_can(image):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_sigterm_to_the_first_process_of_a_container_saves_and_ends_with_75(image):
     # a user whom no file knows, the first process of its namespace
     apart = ["unshare", "--user", "--map-user=12345", "--map-group=12345"]

@@ -452,6 +452,7 @@ def test_it_learns_the_values_of_a_corridor(tmp_path, corridor, networks):
 # ---- the command
 
 
+@pytest.mark.slow
 def test_on_the_real_emulator(tmp_path):
     flags = ["--buffer-size", "400", "--learning-starts", "200", "--total-timesteps", "600", "--batch-size", "4"]
     flags += ["--num-envs", "2", "--end-e", "1"]

@@ -82,7 +82,9 @@ FAULTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[] if name == "forgets" else pytest.mark.extended) for name in FAULTS]
+)
 def test_a_script_that_breaks_the_contract_fails(tmp_path, fault):
     done = run_drill(tmp_path, fault, "--kills", "1", "--terms", "1")
     assert done.returncode == 1, done.stdout + done.stderr

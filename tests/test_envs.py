@@ -481,7 +481,7 @@ def test_an_exception_from_the_tick_ends_a_restore():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("game", ["Pong", "Qbert", "Seaquest", "Tennis", "MontezumaRevenge", "UpNDown", "Skiing"])
-@pytest.mark.parametrize("kind", ["{}NoFrameskip-v4", "ALE/{}-v5"])
+@pytest.mark.parametrize("kind", ["{}NoFrameskip-v4", pytest.param("ALE/{}-v5", marks=pytest.mark.extended)])
 def test_restored_emulators_of_many_games_play_on(game, kind):
     envs, again = (AtariEnvs(kind.format(game), 2) for _ in range(2))
     envs.reset(seed=3)

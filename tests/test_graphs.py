@@ -183,9 +183,12 @@ CAPTURED = {
     "dqn_atari": (dqn_atari, DQN, 2),
     "dqn_atari, all options": (dqn_atari, DQN | dict(double_q=True, n_step=3, prioritized=True), 2),
 }
+PLAIN = ("ppo_atari", "dqn_atari")  # of which others show more
 
 
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in PLAIN else []) for name in CAPTURED]
+)
 def test_captured_training_ends_with_the_same_bits(name, graphs, tmp_path):
     script, flags, functions = CAPTURED[name]
     train(script, tmp_path, "plain", **flags)
@@ -274,7 +277,7 @@ def test_the_cache_of_compiled_code_is_of_one_kind_of_processor(tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_a_process_keeps_compiled_code_beside_the_runs_or_where_it_is_told(given, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

@@ -306,6 +306,7 @@ def test_a_signal_in_a_long_rollout_or_a_large_minibatch_ends_within_5_seconds(t
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_drill_passes_on_sticky_actions(tmp_path):
     flags = ["--env-id", "ALE/Pong-v5", "--num-steps", "32", "--total-timesteps", "2048"]
     done = run_script(

@@ -376,9 +376,8 @@ def test_a_service_that_falls_silent_is_reported_once_and_asked_again(played, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cloud", [pytest.param(name, marks=[] if name == "aws" else pytest.mark.extended) for name in CLOUD_NAMES]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("cloud", CLOUD_NAMES)
 def test_a_day_of_questions_leaves_no_memory_and_no_connection(cloud, played, monkeypatch):
     """24 hours, 17,280 questions: the clock of the watcher stands still between two."""
     monkeypatch.setattr(common.spot, "POLL", 0.0)

@@ -320,6 +320,7 @@ TINY = [
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_trials_of_a_node_that_dies_end_as_if_nothing_had_happened(cluster, tmp_path):
     import torch
 
@@ -425,6 +426,7 @@ def test_random_draws_are_crossed_with_seeds_and_another_limit_does_not_change_t
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_optuna_draws_by_the_mean_over_seeds(theirs):
     pytest.importorskip("ray")
     words = ["theirs.py", "--rate", "1.0..3.0", "--seed", "1", "2", "--samples", "2", "--search", "optuna"]
