@@ -31,10 +31,10 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, free_memory, require_memory, set_numerics
-from common.graphs import COMPILING, adam, captured, compiled, graphs_note, pick
+from common.graphs import adam, captured, compiled, pick
 from common.mirror import Mirror
 from common.preemption import StopSignals
-from common.replay import Storage, SumTree, bytes_needed, choose_buffer_device, free_disk, require_room
+from common.replay import Storage, SumTree, bytes_needed, choose_buffer_device
 from common.run import Run
 from common.running import Mean
 from common.spot import SpotWatch
@@ -293,7 +293,7 @@ def train(args: Args) -> dict[str, Any]:
     Seeds torch's generators, which the whole process shares: one run at a time is repeatable.
 
     Raises:
-        UsageError: see `Args.check`, `choose_device`, `require_room`, `atari_settings`, `Run` and `Checkpoints`.
+        UsageError: see `Args.check`, `choose_device`, `Storage`, `atari_settings`, `Run` and `Checkpoints`.
         Interrupted, LimitReached: a signal came, or the money is spent, and a checkpoint is saved.
         FloatingPointError: losses or weights became infinite or NaN.
         SaveError: the end could not be saved.
@@ -303,11 +303,10 @@ def train(args: Args) -> dict[str, Any]:
     device = choose_device(args.device, args.gpu_memory_fraction)
     set_numerics(args.torch_deterministic, args.tf32)
     amp = Amp(args.amp, args.amp_dtype, device)
-    cpu = torch.device("cpu")
     needed = bytes_needed(args.buffer_size, args.num_envs)
     buffer_device = choose_buffer_device(args.buffer_device, device, needed, free_memory(device))
     memory = Storage(args.num_envs, args.buffer_size)
-    require_memory(cpu, args.num_envs * 2 * 2**20, f"--num-envs {args.num_envs}: as many emulators")
+    require_memory(torch.device("cpu"), args.num_envs * 2 * 2**20, f"--num-envs {args.num_envs}: as many emulators")
     require_memory(device, args.batch_size * 2**20, f"--batch-size {args.batch_size}")
     envs = AtariEnvs(args.env_id, args.num_envs)
     monitor = Monitor(device)
@@ -339,9 +338,7 @@ def train(args: Args) -> dict[str, Any]:
     def update(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss, td_error, stats = loss_of(*tensors)
         optimizer.zero_grad()
-        amp.scaler.scale(loss).backward()
-        amp.scaler.step(optimizer)
-        amp.scaler.update()
+        amp.step(loss, optimizer)
         return td_error, stats
 
     config = dict(args=vars(args), env=envs.describe(), device=str(device), amp_dtype=str(amp.dtype))
@@ -355,21 +352,9 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
-        if args.compile:
-            run.terminal.line(COMPILING)
-            some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
-            ones = torch.ones((2 + args.prioritized, args.batch_size), device=device)
-            policy = compiled(args.runs_dir, policy, channels_last(upload_frames(envs.obs)))
-            loss_of = compiled(args.runs_dir, loss_of, some, ones[0].long(), *ones[:2], some.clone(), *ones[2:])
-        if args.cuda_graphs:
-            policy, update = captured(device, policy, update)
         progress = run.progress
         replay_dir = run.dir / Storage.FOLDER if args.save_buffer else None
-        # frames lie in the machine's memory too, but where they have files the kernel may take it back
-        for where in {buffer_device} if args.save_buffer else {buffer_device, cpu}:
-            require_room(args.buffer_size, args.num_envs, free_memory(where), f"memory on {where.type}")
-        if replay_dir:
-            require_room(args.buffer_size, args.num_envs, free_disk(replay_dir), f"disk for {replay_dir}")
+        memory.require_room(replay_dir, buffer_device, free_memory)
         memory.open(replay_dir, buffer_device)
         state = dict(progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer)
         state |= dict(amp=amp, envs=envs, memory=memory, losses=losses, rng=rng)
@@ -377,11 +362,13 @@ def train(args: Args) -> dict[str, Any]:
             priorities = state["priorities"] = Priorities(memory, args.priority_alpha, args.n_step)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
-        run.terminal.line(graphs_note(args.cuda_graphs, device))
-        if not args.save_buffer:
-            run.terminal.line(
-                "--no-save-buffer: after an interruption the learner is exact, the memory is filled again"
-            )
+        if args.compile:
+            some = channels_last(torch.zeros((args.batch_size, 4, 84, 84), dtype=torch.uint8, device=device))
+            ones = torch.ones((2 + args.prioritized, args.batch_size), device=device)
+            policy = compiled(run, policy, channels_last(upload_frames(envs.obs)))
+            loss_of = compiled(run, loss_of, some, ones[0].long(), *ones[:2], some.clone(), *ones[2:])
+        policy, update = captured(args.cuda_graphs, device, run.terminal.line, policy, update)
+        run.terminal.line(memory.note)
         memory.begin(envs.obs)
         if args.prioritized and memory.position == memory.first:
             priorities.clear()  # of a memory that was lost

@@ -28,7 +28,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.cost import Clock
 from common.envs import AtariEnvs
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import COMPILING, adam, captured, compiled, graphs_note, pick, set_learning_rate
+from common.graphs import adam, captured, compiled, pick, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -288,11 +288,7 @@ def train(args: Args) -> dict[str, Any]:
         if device.type == "cpu":  # where a large minibatch takes seconds
             checkpoints.stop_if_asked()
         optimizer.zero_grad()
-        amp.scaler.scale(loss).backward()
-        amp.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        amp.scaler.step(optimizer)
-        amp.scaler.update()
+        amp.step(loss, optimizer, args.max_grad_norm)
         return stats
 
     def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,17 +304,14 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
-        if args.compile:
-            run.terminal.line(COMPILING)
-            policy = compiled(args.runs_dir, policy, obs[0], torch.ones(args.num_envs, num_actions, device=device))
-            loss_of = compiled(args.runs_dir, loss_of, torch.arange(args.minibatch_size, device=device))
-        if args.cuda_graphs:
-            policy, update, gae = captured(device, policy, update, gae)
         progress = run.progress
         state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
-        run.terminal.line(graphs_note(args.cuda_graphs, device))
+        if args.compile:
+            policy = compiled(run, policy, obs[0], torch.ones(args.num_envs, num_actions, device=device))
+            loss_of = compiled(run, loss_of, torch.arange(args.minibatch_size, device=device))
+        policy, update, gae = captured(args.cuda_graphs, device, run.terminal.line, policy, update, gae)
         obs[-1].copy_(channels_last(upload_frames(envs.obs)))
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
@@ -345,7 +338,7 @@ def train(args: Args) -> dict[str, Any]:
                 obs[step + 1].copy_(channels_last(upload_frames(frames)))
                 if truncated.any():
                     with torch.no_grad(), amp.autocast():
-                        final_values[step] = agent(channels_last(upload_frames(info["final_obs"])))[1]
+                        final_values[step] = agent(channels_last(upload(info["final_obs"], device)))[1]
                 rewards[step], terminations[step], truncations[step] = np.sign(reward), terminated, truncated
                 progress.global_step += args.num_envs
                 run.log_episodes(info)

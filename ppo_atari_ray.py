@@ -36,7 +36,7 @@ from common.cost import Clock
 from common.envs import AtariEnvs, atari_settings
 from common.errors import Interrupted
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import COMPILING, adam, captured, compiled, graphs_note, pick, set_learning_rate
+from common.graphs import adam, captured, compiled, pick, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -380,11 +380,7 @@ def train(args: Args) -> dict[str, Any]:
         if device.type == "cpu":  # where a large minibatch takes seconds
             checkpoints.stop_if_asked()
         optimizer.zero_grad()
-        amp.scaler.scale(loss).backward()
-        amp.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-        amp.scaler.step(optimizer)
-        amp.scaler.update()
+        amp.step(loss, optimizer, args.max_grad_norm)
         return stats
 
     def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -403,16 +399,13 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
-        if args.compile:
-            run.terminal.line(COMPILING)
-            loss_of = compiled(args.runs_dir, loss_of, torch.arange(args.minibatch_size, device=device))
-        if args.cuda_graphs:
-            update, gae = captured(device, update, gae)
         progress = run.progress
         state = dict(progress=progress, agent=agent, optimizer=optimizer, amp=amp, envs=envs, rng=rng)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
-        run.terminal.line(graphs_note(args.cuda_graphs, device))
+        if args.compile:
+            loss_of = compiled(run, loss_of, torch.arange(args.minibatch_size, device=device))
+        update, gae = captured(args.cuda_graphs, device, run.terminal.line, update, gae)
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
             run.lap("checkpoint")
@@ -423,8 +416,7 @@ def train(args: Args) -> dict[str, Any]:
             run.set_phase("rollout")
             noise = torch.rand(shape).split(args.envs_per_actor, dim=1)
             weights = envs.put({name: x.cpu().numpy() for name, x in agent.state_dict().items()})
-            run.drain()
-            shares = envs.call("rollout", [(weights, x.numpy()) for x in noise], run.terminal.line, run.tick)
+            shares = envs.call("rollout", [(weights, x.numpy()) for x in noise], run.terminal.line, run.tick, run.drain)
             run.lap("environment")
 
             # --- from the actors' shares to one batch

@@ -31,7 +31,7 @@ from common.checkpoint import Checkpoints, Rng
 from common.control import ControlEnvs
 from common.cost import Clock
 from common.gpu import Monitor, choose_device, require_memory, set_numerics
-from common.graphs import COMPILING, adam, captured, compiled, graphs_note, set_learning_rate
+from common.graphs import adam, captured, compiled, set_learning_rate
 from common.mirror import Mirror
 from common.preemption import StopSignals
 from common.run import Run
@@ -292,11 +292,7 @@ def train(args: Args) -> dict[str, Any]:
     def update(*minibatch: torch.Tensor) -> tuple[torch.Tensor, ...]:
         loss, mb_stats = loss_of(*minibatch)
         weights.grad.zero_()
-        amp.scaler.scale(loss).backward()
-        amp.scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_([weights], args.max_grad_norm)
-        amp.scaler.step(optimizer)
-        amp.scaler.update()
+        amp.step(loss, optimizer, args.max_grad_norm)
         return mb_stats
 
     def gae(*outcome: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,20 +311,17 @@ def train(args: Args) -> dict[str, Any]:
     ):
         if run.complete:
             return run.summary()
-        if args.compile:
-            run.terminal.line(COMPILING)
-            sizes = ((num_observations,), (num_actions,), (), (), (), ())
-            example = (torch.ones(args.minibatch_size, *size, device=device) for size in sizes)
-            loss_of = compiled(args.runs_dir, loss_of, *example)
-        if args.cuda_graphs:
-            update, gae = captured(device, update, gae)
         progress = run.progress
         owners = dict(agent=agent, optimizer=optimizer, amp=amp, normalizer=normalizer, envs=envs, rng=rng)
         state = dict(progress=progress, **owners)
         checkpoints = Checkpoints(run, state | dict(clock=run.clock, events=run.events), signals)
         run.terminal.line(amp.note)
         run.terminal.line(envs.note)
-        run.terminal.line(graphs_note(args.cuda_graphs, device))
+        if args.compile:
+            sizes = ((num_observations,), (num_actions,), (), (), (), ())
+            example = (torch.ones(args.minibatch_size, *size, device=device) for size in sizes)
+            loss_of = compiled(run, loss_of, *example)
+        update, gae = captured(args.cuda_graphs, device, run.terminal.line, update, gae)
         while progress.global_step < total_timesteps and not run.reached(args.stop_at_return):
             checkpoints.boundary()
             run.lap("checkpoint")

@@ -35,6 +35,7 @@ FREE = ["--no-torch-deterministic"]  # what speed is measured with
 FAST = {"eager": [], "compiled": ["--compile"], "graphs": ["--cuda-graphs"], "both": ["--compile", "--cuda-graphs"]}
 TUNED = ["--num-steps", "32", "--learning-rate", "5e-4", "--amp"]  # README's, with 64 environments
 LEAVING = 30.0  # seconds for a command to end after SIGTERM
+NOT_BEGUN = {"global_step": 0, "mean_return": None, "phase": "start", "seconds": 0.0}
 LEAST = 5.0  # seconds that are worth beginning a command for
 
 
@@ -198,41 +199,43 @@ def run(check: Check, out: Path, until: float) -> None:
             command += ["--mirror", str(out / "mirror")]
         words = command if command[0] == "-m" else [str(ROOT / command[0]), *command[1:]]
         began = time.monotonic()
-        with (out / "log.txt").open("a") as log:
+        with (out / "log.txt").open("a+") as log:
             log.write(f"\n$ python {shlex.join(command)}\n")
             log.flush()
+            start = log.tell()
             process = subprocess.Popen(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env={"TORCHINDUCTOR_CACHE_DIR": str(out / "compile_cache"), **os.environ},
-                stdout=subprocess.PIPE,
+                env={"TORCHINDUCTOR_CACHE_DIR": str(out.with_name(f"{out.name}.compile_cache")), **os.environ},
+                stdout=log,
                 stderr=subprocess.STDOUT,
-                text=True,
+                start_new_session=True,  # what it starts is ended with it
             )
             try:
-                said, cut = wait(process, left)
+                cut = wait(process, left)
             except BaseException:  # Ctrl-C, SIGTERM
                 check.result["error"] = "interrupted"
-                process.terminate()
-                wait(process, LEAVING)
+                wait(process, 0)
                 raise
-            log.write(said)
+            log.seek(start)
+            said = log.read()
         check.result["seconds"] = time.monotonic() - began
-        status = process.returncode
-        read_result(check, said, status, cut, Path(folder) / "run")
+        read_result(check, said, process.returncode, cut, Path(folder) / "run")
 
 
-def wait(process: subprocess.Popen, seconds: float) -> tuple[str, bool]:
-    """What it printed, and whether it was cut short."""
+def wait(process: subprocess.Popen, seconds: float) -> bool:
+    """End a process, and all that it has started, after a time. Returns whether it was cut short."""
     try:
-        return process.communicate(timeout=seconds)[0], False
+        process.wait(seconds)
+        return False
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
     try:
-        return process.communicate(timeout=LEAVING)[0], True
+        process.wait(LEAVING)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0], True
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return True
 
 
 def read_result(check: Check, said: str, status: int, cut: bool, folder: Path) -> None:
@@ -246,18 +249,24 @@ def read_result(check: Check, said: str, status: int, cut: bool, folder: Path) -
     elif check.kind == "prints":
         result["sps"] = json.loads(lines[-1])["sps"]
     elif check.kind in ("trains", "goes on"):
-        from benchmark.run import windows_of  # what it imports may have come as wheels
+        # what these import may have come as wheels
+        from tensorboard.backend.event_processing.directory_watcher import DirectoryDeletedError
+
+        from benchmark.run import windows_of
 
         try:
             about = windows_of(folder)
-        except KeyError:
-            result["error"] = f"cut short before anything was measured: {lines[-1]}"
-            return
+        except (KeyError, DirectoryDeletedError):  # no point of a curve, no folder
+            if status != 75 or check.kind != "goes on":
+                result["error"] = f"{'cut short before anything' if cut else 'nothing'} was measured: {lines[-1]}"
+                return
+            about = {"windows": [], "shares": {}, "gpu_memory_mib": None, "power_w": None}
         result |= {key: about[key] for key in ("shares", "gpu_memory_mib", "power_w")}
         speeds = about["windows"][1:] or about["windows"]
         if speeds:
             result |= {"sps": statistics.median(speeds), "lowest": min(speeds), "highest": max(speeds)}
-        about = json.loads((folder / "status.json").read_text())
+        status_file = folder / "status.json"
+        about = json.loads(status_file.read_text()) if status_file.exists() else dict(NOT_BEGUN)
         result |= {key: about[key] for key in ("global_step", "mean_return", "phase")}
         result["run_seconds"] = about["seconds"]
         fallback = [line for line in lines if line.startswith(("--cuda-graphs", "--amp"))]

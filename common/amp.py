@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Amp:
     """Autocast and loss scaling for one device.
-
-    The order in a minibatch is `scaler.scale(loss).backward()`, `scaler.unscale_(optimizer)`, clip the
-    gradients, `scaler.step(optimizer)`, `scaler.update()`
-    (https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Gradient clipping").
 
     Attributes:
         dtype: what matrix products and convolutions run in.
@@ -52,6 +49,17 @@ class Amp:
         if self.dtype is torch.float32:
             return contextlib.nullcontext()  # torch's own takes microseconds when it is off, too
         return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> None:
+        """The gradient of a loss, clipped to a norm if one is given, and a step of the optimiser, which is left out if
+        fp16 has overflowed (https://docs.pytorch.org/docs/stable/notes/amp_examples.html, "Gradient clipping"). It is
+        added to the gradients that are there."""
+        self.scaler.scale(loss).backward()
+        if max_grad_norm is not None:
+            self.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
 
 
 def cpu_has_bf16() -> bool:

@@ -170,6 +170,7 @@ class Checkpoints:
         path, content, damaged = self._find()
         notes = self._check(path, content) if path else []
         self._boundary_seconds = 0.0  # what the work between the last two boundaries took
+        self._boundary_at: float | None = None
         if path and run.clock.exceeds(run.clock.needed):
             raise LimitReached(self._limit(f"{path} is saved"))
         own = path is not None and path.parent == self.folder
@@ -209,7 +210,6 @@ class Checkpoints:
                 self._push(step_of(path))
         else:
             run.ready()
-        self._boundary_at = time.perf_counter()
 
     def _owners(self, attribute: str) -> list[Any]:
         return [owner for owner in self.state.values() if hasattr(owner, attribute)]
@@ -322,7 +322,7 @@ class Checkpoints:
         self._warn_of_short_notice()
         # what would come until the next boundary is not worth beginning if the money ends before
         now = time.perf_counter()
-        self._boundary_seconds, self._boundary_at = now - self._boundary_at, now
+        self._boundary_seconds, self._boundary_at = now - (self._boundary_at or now), now
         self.stop_if_asked(self._boundary_seconds)
 
     def between_steps(self) -> None:

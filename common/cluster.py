@@ -145,13 +145,19 @@ class Actors:
         self.cluster.close()
 
     def call(
-        self, method: str, arguments: Sequence[tuple], say: Callable[[str], None] = print, tick: Callable = lambda: None
+        self,
+        method: str,
+        arguments: Sequence[tuple],
+        say: Callable[[str], None] = print,
+        tick: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         """Call a method of every actor, with its own arguments, and wait for all.
 
         Args:
             say: is told of actors that are lost.
             tick: called five times a second.
+            meanwhile: called once, when all have their work.
 
         Returns:
             their answers, in the order of the actors.
@@ -161,6 +167,7 @@ class Actors:
         """
         answers: list[Any] = [None] * len(self.actors)
         asked = {getattr(self.actors[i], method).remote(*words): i for i, words in enumerate(arguments)}
+        meanwhile()
         heard, said = time.monotonic(), False
         while asked:
             self.share = 1 - len(asked) / len(self.actors)

@@ -3,7 +3,7 @@
 On a fast GPU a small network's arithmetic takes less time than the launches of its kernels. Compiled code has fewer of
 them; a graph launches all of a function's kernels at once, with the addresses that they had when it was captured. Hence
 the rules for such a function: what it reads beside its inputs stays where it is and changes in place, what it draws at
-random is an input, and it never waits for the GPU. Both were rehearsed on a CPU only (docs/performance.md).
+random is an input, and it never waits for the GPU. Rehearsed on a CPU only (docs/gpu.md).
 """
 
 import contextlib
@@ -37,17 +37,17 @@ def adam(
     optimizer = torch.optim.Adam(parameters, lr=lr, eps=eps, fused=True, capturable=capturable)
 
     def keep_in_place(optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            lr.copy_(torch.as_tensor(group["lr"]))
-            group.update(lr=lr, capturable=capturable)  # another process's, maybe without a GPU
+        (group,) = optimizer.param_groups
+        lr.copy_(torch.as_tensor(group["lr"]))
+        group.update(lr=lr, capturable=capturable)  # another process's, maybe without a GPU
 
     optimizer.register_load_state_dict_post_hook(keep_in_place)
     return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"].fill_(learning_rate)
+    """Of an optimiser that `adam` made."""
+    optimizer.param_groups[0]["lr"].fill_(learning_rate)
 
 
 def pick(x: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
@@ -58,9 +58,6 @@ def pick(x: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
 
 
 # ---- compiled
-
-
-COMPILING = "compiling, a minute at the most: an interruption waits for its end"
 
 
 def compile_cache(runs_dir: str) -> Path:
@@ -75,16 +72,20 @@ def compile_cache(runs_dir: str) -> Path:
     return Path(runs_dir).absolute() / ".compile_cache" / kind
 
 
-def compiled(runs_dir: str, function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
+def compiled(run: Any, function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
     """`torch.compile` of a function, and of its gradient if its first result has one, done at once for one set of
     sizes. Signals wait until it is done: they would end the compilers, which are processes of their own.
+
+    Args:
+        run: the `Run` that it is for, beside which compiled code is kept.
 
     Raises:
         UsageError: it can't be compiled here, for want of a C++ compiler say.
     """
-    cache = compile_cache(runs_dir)
+    cache = compile_cache(run.args.runs_dir)
     new = CACHE is None and not cache.parent.exists()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = CACHE or str(cache)
+    run.terminal.line(f"compiling {function.__name__}: a minute or more the first time, an interruption waits for it")
     result = torch.compile(function)
     try:
         with signals_blocked():
@@ -92,12 +93,16 @@ def compiled(runs_dir: str, function: Callable[..., Any], *example: torch.Tensor
             if first.requires_grad:
                 first.backward()
     except (RuntimeError, OSError) as error:
-        if new:
+        if new and len(list(cache.parent.parent.iterdir())) == 2:  # nobody else's run is here that may use it
             shutil.rmtree(cache.parent, ignore_errors=True)
         said = getattr(getattr(error, "inner_exception", error), "output", "") or str(error)  # the compiler's own words
-        reason = next((line for line in said.splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"--compile: torch can't compile here: {reason}") from None
+        raise UsageError(f"--compile: torch can't compile here: {first_line(said) or type(error).__name__}") from None
+    run.lap("compile")
     return result
+
+
+def first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "")
 
 
 # ---- captured
@@ -149,16 +154,20 @@ class Graph:
         try:
             with torch.cuda.graph(self.graph):
                 self.outputs = self.function(*self.inputs)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            # what ended the capture, not that it has ended
+            reason = first_line(str(error.__context__ or error)) or type(error).__name__
             raise CaptureError(f"--cuda-graphs: {reason}; without it the same command goes on") from None
 
 
-def captured(device: torch.device, *functions: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """Each as a `Graph`; as they are where there is no GPU."""
-    return tuple(Graph(function) for function in functions) if device.type == "cuda" else functions
-
-
-def graphs_note(cuda_graphs: bool, device: torch.device) -> str:
-    """What the user should know of `--cuda-graphs` here."""
-    return f"--cuda-graphs: there are none on {device}: plain calls" if cuda_graphs and device.type != "cuda" else ""
+def captured(
+    cuda_graphs: bool, device: torch.device, say: Callable[[str], None], *functions: Callable[..., Any]
+) -> tuple[Callable[..., Any], ...]:
+    """Each as a `Graph`; as they are without `--cuda-graphs`, and where there is no GPU, which is said."""
+    if cuda_graphs and device.type == "cuda":
+        return tuple(Graph(function) for function in functions)
+    if cuda_graphs:
+        say(f"--cuda-graphs: there are none on {device}: plain calls")
+    return functions

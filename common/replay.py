@@ -104,6 +104,7 @@ class Storage:
         first: the oldest step since the memory was empty.
         rewards, actions, ages, terminations, truncations: `[length, num_envs]`, by slot.
         finals: the newest frame of a truncated game's true last observation, by (step, environment).
+        note: what the user should know of it, else empty.
         replay_tick: called with the share that is done while `load_state_dict` reads; may raise.
         restore_note: what the user should know of the last `load_state_dict`, else empty.
         source: the folder that `load_state_dict` reads from.
@@ -122,12 +123,28 @@ class Storage:
         self.files: dict[str, int] = {}
         self.finals: dict[tuple[int, int], np.ndarray] = {}
         self.replay_tick: Callable[[float], None] = lambda share: None
-        self.restore_note = ""
+        self.restore_note = self.note = ""
         self.position = self.first = 0
         self.age = np.zeros(num_envs, dtype=np.uint8)  # of the newest frames
         self.digests: dict[int, str] = {}  # of full segments, by step // segment
         self.hash = hashlib.sha256()  # of the segment that is being written
         self.began = False
+
+    def require_room(self, folder: Path | None, device: torch.device, free: Callable[[torch.device], int]) -> None:
+        """Refuse what `open` with this folder and device has no room for.
+
+        Args:
+            free: bytes of a device.
+
+        Raises:
+            UsageError
+        """
+        cpu, transitions = torch.device("cpu"), self.size * self.num_envs
+        # frames lie in the machine's memory too, but where they have files the kernel may take it back
+        for where in {device} if folder else {device, cpu}:
+            require_room(transitions, self.num_envs, free(where), f"memory on {where.type}")
+        if folder:
+            require_room(transitions, self.num_envs, free_disk(folder), f"disk for {folder}")
 
     def open(self, folder: Path | None, device: torch.device) -> None:
         """Make the memory, or find the one that is there.
@@ -140,6 +157,8 @@ class Storage:
             UsageError: the files can't be made, or are of another size.
         """
         self.folder = self.source = folder
+        if folder is None:
+            self.note = "--no-save-buffer: after an interruption the learner is exact, the memory is filled again"
         self.arrays = {name: self._open(name, folder) for name in ARRAYS}
         self.frames, self.steps = self.arrays.values()  # [length, num_envs, 84, 84], [length, num_envs]
         self.rewards, self.actions, self.ages, self.terminations = (

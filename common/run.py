@@ -403,9 +403,12 @@ class Run:
         if self._later is None:
             return
         (losses, others, timed), self._later = self._later, None
-        scalars = {name: float(x) for name, x in losses.items()}
-        self.require_finite(scalars)
-        self.log_iteration(scalars | {name: float(x) for name, x in others.items()}, timed())
+        both = losses | others
+        tensors = [name for name, x in both.items() if isinstance(x, torch.Tensor)]
+        if tensors:
+            both |= zip(tensors, torch.stack([both[name] for name in tensors]).tolist(), strict=True)  # read at once
+        self.require_finite({name: both[name] for name in losses})
+        self.log_iteration(both, timed())
 
     def log_iteration(self, scalars: dict[str, float], timed: dict[str, float] | None = None) -> None:
         """Log one iteration's scalars, with the speed and the shares of wall time.

@@ -13,6 +13,7 @@ from conftest import ROOT, read_scalars, run_script
 from gymnasium.spaces import Discrete
 
 import common.checkpoint
+import common.replay
 import dqn_atari
 import drill
 from common.checkpoint import Checkpoints
@@ -521,7 +522,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, monkeypatch, main_guard, c
 
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch, main_guard):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dqn_atari, "free_disk", lambda folder: 10**9)
+    monkeypatch.setattr(common.replay, "free_disk", lambda folder: 10**9)
     status, _, err = main_guard(dqn_atari, "--buffer-size", "500000")
     assert status == 2
     assert "GB of disk for runs/" in err

@@ -77,15 +77,16 @@ def program(tmp_path, lines: str) -> str:
         ("passes", "sys.exit('bad')", "status 1: bad"),
         ("passes", "time.sleep(100)", "status -15, cut short: no word"),
         ("prints", "print('words'); print('{\"sps\": 5}')", None),
-        ("trains", "pass", "cut short before anything was measured: no word"),
+        ("passes", "import os; os.fork() or time.sleep(100); time.sleep(100)", "status -15, cut short: no word"),
+        ("trains", "pass", "nothing was measured: no word"),
+        ("goes on", "sys.exit(75)", None),
+        ("goes on", "sys.exit('bad')", "status 1: bad"),
     ],
 )
 def test_what_becomes_of_a_command(kind, lines, error, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "LEAVING", 5.0)
     monkeypatch.setattr(gpu_check, "LEAST", 0.0)
     check = Check("a", [program(tmp_path, lines)], kind)
-    if kind == "trains":
-        monkeypatch.setattr("benchmark.run.windows_of", lambda folder: {}["charts/SPS"])
     run(check, tmp_path, until=time.monotonic() + 5.0 + (1.0 if "sleep" in lines else 60.0))
     assert check.result.get("error") == error
     assert check.failed is (error is not None)

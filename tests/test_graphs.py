@@ -18,11 +18,14 @@ import drill
 import ppo_atari
 import ppo_continuous
 from common.checkpoint import read
-from common.errors import CaptureError, Interrupted
+from common.errors import CaptureError, Interrupted, UsageError
 from common.graphs import Graph, adam, compile_cache, set_learning_rate
 from common.preemption import StopSignals
 
-WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+WAITS = {"_local_scalar_dense", "nonzero", "equal"}
+# not that a graph can't draw, but it has been got wrong
+RANDOM = {"exponential_", "multinomial", "bernoulli_", "uniform_", "normal_", "rand", "randn", "randint", "randperm"}
+TO_PYTHON = ("cpu", "numpy", "tolist")  # no operations on a CPU
 ATARI = dict(env_id="BreakoutNoFrameskip-v4", device="cpu", num_envs=2, num_steps=8, num_minibatches=2)
 ATARI |= dict(update_epochs=2, total_timesteps=96)
 DQN = dict(env_id="BreakoutNoFrameskip-v4", device="cpu", num_envs=3, buffer_size=200, batch_size=4)
@@ -42,9 +45,27 @@ class Recording(TorchDispatchMode):
         self.replays = 0
         self.made.append(self)
 
+    @staticmethod
+    def refuse(what) -> None:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {what}\nand many more lines")
+
+    def __enter__(self):
+        self.patch = pytest.MonkeyPatch()
+        for name in TO_PYTHON:
+            self.patch.setattr(torch.Tensor, name, lambda *_, name=name: self.refuse(name))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.undo()
+        return super().__exit__(*error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in WAITS:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}\nand many more lines")
+        name = func.overloadpacket.__name__
+        mask = name.startswith("index") and any(
+            x.dtype is torch.bool for x in tree_leaves(args[1:2]) if isinstance(x, torch.Tensor)
+        )
+        if name in WAITS | RANDOM or mask:  # a mask is counted first
+            self.refuse(func)
         out = func(*args, **(kwargs or {}))
         if func.namespace != "profiler":
             self.calls.append((func, args, kwargs or {}, out))
@@ -77,8 +98,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(common.graphs.torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(common.graphs.torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     for script in (ppo_atari, ppo_continuous, dqn_atari):
-        monkeypatch.setattr(script, "captured", lambda device, *functions: tuple(map(Graph, functions)))
-        monkeypatch.setattr(script, "graphs_note", lambda cuda_graphs, device: "")
+        monkeypatch.setattr(script, "captured", lambda wanted, device, say, *x: tuple(map(Graph, x)) if wanted else x)
     return Recording.made
 
 
@@ -140,8 +160,21 @@ def test_actions_are_drawn_with_their_probabilities():
     assert drawn[3] == 0
 
 
-def test_what_waits_for_the_gpu_cannot_be_captured_and_is_said_in_one_line(graphs):
-    graph = Graph(lambda x: x * x.sum().item())
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * x.tolist()[0],
+        lambda x: torch.from_numpy(x.numpy() + 1),
+        lambda x: x.cpu(),
+        lambda x: x.exp().multinomial(1),
+        lambda x: x / torch.empty_like(x).exponential_(),
+    ],
+)
+def test_what_waits_or_draws_cannot_be_captured_and_is_said_in_one_line(body, graphs):
+    graph = Graph(body)
     for _ in range(Graph.WARM_UP):
         graph(torch.ones(2))
     with pytest.raises(CaptureError, match=r"^--cuda-graphs: operation not .*; without it the same command goes on$"):
@@ -254,9 +287,10 @@ def test_compiled_training_agrees_with_plain_and_goes_on_from_it(name, tmp_path,
             with pytest.raises(Interrupted):
                 train(script, tmp_path, f"{how}", **flags, compile=how)
         torch._dynamo.reset()
-        counters["inductor"].clear()
+        counters.clear()
         train(script, tmp_path, f"{how}", **flags, compile=not how)
         assert f"compiled {not how} instead of {how}: the learner is exact" in capsys.readouterr().out
+    assert counters["stats"]["unique_graphs"] == (1 if script is ppo_continuous else 2)  # once each, none in the loop
     assert counters["inductor"]["fxgraph_cache_hit"] >= 1  # the process before had compiled it
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
     assert any((tmp_path / ".compile_cache").iterdir())
@@ -274,6 +308,13 @@ def test_the_cache_of_compiled_code_is_of_one_kind_of_processor(tmp_path, monkey
     assert first.parent == tmp_path / "runs" / ".compile_cache"
     monkeypatch.setattr(common.graphs.torch.backends.cpu, "get_cpu_capability", lambda: "another")
     assert compile_cache(str(tmp_path / "runs")) != first
+
+
+def test_a_command_that_is_refused_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_continuous, "compiled", lambda *x: pytest.fail("compiled"))
+    with pytest.raises(UsageError, match="no checkpoint there"):
+        train(ppo_continuous, tmp_path / "runs", "a", **CONTROL, compile=True, resume="nowhere")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

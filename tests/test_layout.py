@@ -10,9 +10,9 @@ SCRIPTS = ("ppo_atari", "ppo_continuous", "dqn_atari", "ppo_atari_ray")
 SMALL = ("errors", "files", "signals", "track", "transfer")  # which the rest of common/ may import
 MAX_LINES = {
     "ppo_atari": 400,
-    "ppo_continuous": 410,
-    "dqn_atari": 465,
-    "ppo_atari_ray": 490,
+    "ppo_continuous": 400,
+    "dqn_atari": 450,
+    "ppo_atari_ray": 475,
     "sweep": 620,
     "doctor": 760,
 }
@@ -58,7 +58,7 @@ def test_a_script_can_be_read_in_one_sitting(script):
 
 def test_common_stays_small():
     # a mirror, four clouds, clusters and sweeps are two fifths of it
-    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 5500
+    assert sum(len(path.read_text().splitlines()) for path in (ROOT / "common").glob("*.py")) < 5560
 
 
 def test_requirements_are_pinned_to_exact_versions():

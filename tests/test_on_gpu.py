@@ -66,13 +66,16 @@ def test_nothing_in_the_loop_waits_for_the_gpu_but_reading_actions(how, tmp_path
 
     real = ppo_atari.Checkpoints.boundary
     monkeypatch.setattr(ppo_atari.Checkpoints, "boundary", boundary)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(
-            ppo_atari, tmp_path, "a", **(flags | how | dict(device=DEVICE, total_timesteps=144, checkpoint_minutes=0))
-        )
-    torch.cuda.set_sync_debug_mode("default")
+    flags = flags | how | dict(device=DEVICE, total_timesteps=144, checkpoint_minutes=0)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(ppo_atari, tmp_path, "a", **flags)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     waits = [one for one in caught if "called a synchronizing" in str(one.message)]
-    lines = {linecache.getline(one.filename, one.lineno).strip() for one in waits}
-    assert any("action_on_cpu.copy_" in line for line in lines)
-    assert [line for line in lines if "action_on_cpu.copy_" not in line and "float(x)" not in line] == []
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in waits]
+    actions, losses = ([line for line in lines if words in line] for words in ("action_on_cpu.copy_", ".tolist()"))
+    assert len(actions) == 3 * flags["num_steps"]
+    assert len(losses) <= 3  # read at once
+    assert len(lines) == len(actions) + len(losses), lines
