@@ -134,6 +134,7 @@ def test_bad_input_is_refused(tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_drill_that_is_killed_leaves_no_training_behind(tmp_path):
     script = tmp_path / "theirs.py"
     script.write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(300)\n")

@@ -87,7 +87,7 @@ class BareGame:
     ("env_id", "game", "sticky"),
     [
         ("BreakoutNoFrameskip-v4", "breakout", 0.0),
-        ("SeaquestNoFrameskip-v4", "seaquest", 0.0),
+        pytest.param("SeaquestNoFrameskip-v4", "seaquest", 0.0, marks=pytest.mark.slow),
         ("PongNoFrameskip-v4", "pong", 0.0),  # no lives
         ("ALE/Breakout-v5", "breakout", 0.25),
         pytest.param("BreakoutNoFrameskip-v0", "breakout", 0.25, marks=pytest.mark.slow),

@@ -232,6 +232,7 @@ def test_captured_training_ends_with_the_same_bits(name, graphs, tmp_path):
     assert drill.compare(tmp_path / "plain", tmp_path / "captured") == []
 
 
+@pytest.mark.slow
 def test_a_captured_run_is_interrupted_and_goes_on_as_any_other(graphs, tmp_path, monkeypatch):
     train(ppo_atari, tmp_path, "whole", **ATARI)
 

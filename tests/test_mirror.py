@@ -401,6 +401,7 @@ def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path, monkeypatch, c
         assert training.run.progress.global_step == 30
 
 
+@pytest.mark.slow
 def test_a_complete_run_with_a_dead_mirror_is_status_1_and_the_same_command_copies_the_rest(
     tmp_path, monkeypatch, store, main_guard
 ):

@@ -385,6 +385,7 @@ def test_numbers_that_json_has_not_become_null(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": None, "b": None, "c": 1.5}
 
 
+@pytest.mark.slow
 def test_peak_memory_is_this_processs_own():
     ballast = bytearray(300 * 2**20)
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import common.run; print(common.run.peak_memory_mib())"
